@@ -1,0 +1,45 @@
+"""Treadle: an LLM inference engine built around its request scheduler.
+
+`LLM` and `SamplingParams` are what most programs need. They are loaded on first use, so that rooms which
+need no torch (`treadle.scheduler`, `treadle.kvcache`, …) can be imported without it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from treadle._version import __version__
+
+if TYPE_CHECKING:
+    from treadle.llm import LLM
+    from treadle.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from treadle.sampling_params import SamplingParams
+
+_HOMES = {
+    "LLM": "treadle.llm",
+    "SamplingParams": "treadle.sampling_params",
+    "RequestOutput": "treadle.outputs",
+    "CompletionOutput": "treadle.outputs",
+    "RequestMetrics": "treadle.outputs",
+    "Logprob": "treadle.outputs",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'treadle' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

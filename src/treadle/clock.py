@@ -1,0 +1,37 @@
+"""Where the time comes from: the wall for a real engine, a number that jumps for simulations and tests."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds since some fixed point, never going back."""
+
+    def now(self) -> float:
+        """The current time in seconds."""
+        ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary start of this machine."""
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that stands still until it is told to move."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        """The virtual time in seconds."""
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Move the clock forward by `seconds` (not negative)."""
+        if seconds < 0:
+            raise ValueError(f"seconds: a clock cannot go back, got {seconds}")
+        self._now += seconds

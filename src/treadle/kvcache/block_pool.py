@@ -1,0 +1,100 @@
+"""The blocks of one tier: who is free, how often each is referenced, who is reused next.
+
+A block is in exactly one state:
+
+=============  =========  ==============================================================
+state          ref count  where
+=============  =========  ==============================================================
+referenced     > 0        in block tables
+free           0          on the free stack; its content is worthless
+cached-idle    0          in the eviction queue; its content can still be found
+=============  =========  ==============================================================
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from treadle.request import IntArray
+
+
+class BlockPool:
+    """Free list, reference counts and eviction order of `num_blocks` blocks.
+
+    Free blocks are given out first; then cached-idle ones, least recently used first.
+
+    Args:
+        num_blocks: blocks of this tier.
+        on_evict: called with a cached-idle block's id when it is given out again.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts: IntArray = np.zeros(num_blocks, dtype=np.int32)
+        # A stack in an array, so that many blocks are taken in one slice. Low ids are on top at the start.
+        self._free: IntArray = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
+        self._num_free = num_blocks
+        self._cached_idle: OrderedDict[int, None] = OrderedDict()
+        self._on_evict = on_evict
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be given out now: free and cached-idle."""
+        return self._num_free + len(self._cached_idle)
+
+    @property
+    def num_cached_idle(self) -> int:
+        """Blocks that nobody references but whose content can be found."""
+        return len(self._cached_idle)
+
+    def is_cached_idle(self, block: int) -> bool:
+        """Whether nobody references `block` and its content can be found."""
+        return block in self._cached_idle
+
+    def free_block_ids(self) -> list[int]:
+        """Ids of the free blocks (without the cached-idle ones), for checks."""
+        return self._free[: self._num_free].tolist()
+
+    def take(self, count: int) -> IntArray:
+        """Give out `count` blocks with one reference each: int32 [count].
+
+        The caller has made sure of `count <= num_available`.
+        """
+        from_free = min(count, self._num_free)
+        top = self._num_free
+        blocks = self._free[top - from_free : top][::-1].copy()
+        self._num_free -= from_free
+        if from_free < count:
+            evicted = [self._cached_idle.popitem(last=False)[0] for _ in range(count - from_free)]
+            for block in evicted:
+                self._on_evict(block)
+            blocks = np.concatenate([blocks, np.array(evicted, dtype=np.int32)])
+        self.ref_counts[blocks] = 1
+        return blocks
+
+    def reference(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each block; cached-idle ones leave the eviction queue."""
+        for block in blocks:
+            self._cached_idle.pop(block, None)
+            self.ref_counts[block] += 1
+
+    def release(self, blocks: IntArray, is_cached: Callable[[int], bool]) -> None:
+        """Drop one reference to each of the distinct `blocks`, in the order in which they may be reused.
+
+        Args:
+            blocks: int32 [n], no block twice.
+            is_cached: whether a block's content can be found; such blocks become cached-idle.
+        """
+        self.ref_counts[blocks] -= 1
+        unreferenced = blocks[self.ref_counts[blocks] == 0]
+        worthless = []
+        for block in unreferenced.tolist():
+            if is_cached(block):
+                self._cached_idle[block] = None
+            else:
+                worthless.append(block)
+        # The stack gives its top first: push in reverse, so that the first one released is the first reused.
+        end = self._num_free + len(worthless)
+        self._free[self._num_free : end] = worthless[::-1]
+        self._num_free = end

@@ -1,0 +1,112 @@
+"""What a caller gets back. Shapes and names are those of vLLM's RequestOutput."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of one token at one position.
+
+    Attributes:
+        logprob: natural logarithm of the model's probability, before penalties and temperature.
+        rank: 1 for the most likely token of the vocabulary at that position.
+        decoded_token: the token's text, None when the request does not detokenize.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""Token id → its log-probability, for one position."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence, or the new part of it when streaming.
+
+    Attributes:
+        index: which sequence of the request.
+        text: the text (streaming: what is new since the last output).
+        token_ids: the token ids (streaming: the new ones).
+        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless `logprobs` was asked.
+        logprobs: one mapping per token of `token_ids`; None unless asked.
+        finish_reason: "stop", "length", "abort", "error"; None while it runs.
+        stop_reason: the stop string or stop token id that ended it; None for the model's own end.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether this sequence has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds on the engine's clock.
+
+    Attributes:
+        arrival_time: when it was added.
+        first_scheduled_time: when a step first ran part of it.
+        first_token_time: when its first token was sampled.
+        last_token_time: when its latest token was sampled.
+        finished_time: when it ended.
+        num_preemptions: how often it lost its blocks and had to come back.
+        num_cached_tokens: prompt tokens it took from the prefix cache at its first admission.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds between arrival and the first step that ran part of it."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds between arrival and the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one request.
+
+    Attributes:
+        request_id: the engine's name for it.
+        prompt: the prompt's text; None when token ids were given.
+        prompt_token_ids: the prompt's token ids.
+        prompt_logprobs: one mapping per prompt token, None for the first; None unless asked.
+        outputs: the generated sequences.
+        finished: whether the whole request has ended.
+        metrics: its times and counts.
+        error: what went wrong when an output's finish_reason is "error".
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    error: str | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens taken from the prefix cache."""
+        return self.metrics.num_cached_tokens

@@ -1,0 +1,157 @@
+"""How a request wants its tokens chosen. Names and defaults are those of vLLM's SamplingParams."""
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, SupportsIndex
+
+from treadle.errors import InvalidRequestError
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy: dividing by them would only overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens of one request, and when to stop.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it before sampling.
+        top_p: keep the smallest set of most likely tokens whose probability reaches this; in (0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than this fraction of the most likely one; in [0, 1].
+        repetition_penalty: divides (or multiplies, when negative) the logits of tokens seen in prompt
+            or output; above 1 discourages them (Keskar et al. 2019, CTRL).
+        presence_penalty: subtracted once from the logit of every token already in the output; in [-2, 2].
+        frequency_penalty: subtracted for each time a token is already in the output; in [-2, 2].
+        seed: makes the request's noise repeatable whatever runs beside it; 0 to 2**64 - 1. Without one
+            the engine derives a seed from its own and the request's arrival number.
+        stop: strings that end the text; they are not part of it unless `include_stop_str_in_output`.
+        stop_token_ids: token ids that end the sequence, besides the model's end-of-sequence ids.
+        ignore_eos: do not stop at the model's end-of-sequence ids.
+        max_tokens: the most tokens to generate; None means up to the model's length.
+        min_tokens: no end-of-sequence id, stop id or stop string ends the output before this many tokens.
+        logit_bias: token id → number added to its logit; numbers are clamped to [-100, 100].
+        allowed_token_ids: sample only from these ids.
+        logprobs: report the log-probabilities of the sampled token and of this many most likely ones.
+        prompt_logprobs: the same for every prompt token but the first.
+        detokenize: produce text; without it `stop` cannot work and text is empty.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string, or the stop token's text, in the text.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """`stop` as a tuple."""
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, low=0.0)
+        _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_int("top_k", self.top_k, low=-1, hint="0 or -1 keeps all tokens")
+        _check_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1, hint="None means up to the model's length")
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequestError(
+                    "min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+                )
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=0, high=2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, low=0)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise InvalidRequestError(
+                    "logit_bias",
+                    f"must map token ids to numbers, got {self.logit_bias!r}",
+                )
+            for token_id, bias in self.logit_bias.items():
+                _check_number(f"logit_bias[{token_id!r}]", bias)
+        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+            raise InvalidRequestError("allowed_token_ids", "must not be empty; None allows every token")
+        object.__setattr__(self, "stop_strings", _as_stop_strings(self.stop))
+        if self.stop_strings and not self.detokenize:
+            raise InvalidRequestError("stop", "stop strings need detokenize=True")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError for an id in stop ids, bias or allowed ids that is not in the vocabulary."""
+        check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+
+
+def check_token_ids(field_name: str, token_ids: Iterable[Any], vocab_size: int) -> None:
+    """Raise InvalidRequestError unless every id is an integer in [0, vocab_size)."""
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex):
+            raise InvalidRequestError(field_name, f"token ids must be integers, got {token_id!r}")
+        if not 0 <= operator.index(token_id) < vocab_size:
+            raise InvalidRequestError(
+                field_name, f"token id {token_id} is outside the vocabulary [0, {vocab_size})"
+            )
+
+
+def _as_stop_strings(stop: object) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) for s in strings):
+        raise InvalidRequestError("stop", f"must be a string or a list of strings, got {stop!r}")
+    if any(not s for s in strings):
+        raise InvalidRequestError("stop", "an empty stop string would end every text at once")
+    return tuple(strings)
+
+
+def _check_number(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise InvalidRequestError(name, f"must be a finite number, got {value!r}")
+    if value < low or value > high or (open_low and value == low):
+        if high == math.inf:
+            wanted = f"{'greater than' if open_low else 'at least'} {low:g}"
+        else:
+            wanted = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+        raise InvalidRequestError(name, f"must be {wanted}, got {value}")
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise InvalidRequestError(name, f"must be an integer, got {value!r}")
+    value = operator.index(value)
+    if value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequestError(name, f"must be {wanted}, got {value}" + (f" ({hint})" if hint else ""))

@@ -1,0 +1,215 @@
+"""The running sequences as rows of arrays, so that a step touches all of them at once.
+
+The scheduler fills and empties rows; the runner only reads them. A row's number never changes while its
+sequence runs; `rows` lists the used rows in rank order.
+"""
+
+from bisect import bisect_left
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.request import NUM_COMPUTED, NUM_COUNTERS, NUM_TOKENS, IntArray, Rank, Sequence
+from treadle.sampling_params import SamplingParams
+
+STOP_IDS_PER_ROW = 8
+"""Stop ids that are compared for all rows at once; a row with more is looked at alone."""
+
+NO_TOKEN = -1
+"""Fills unused places among the stop ids; no token has this id."""
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float32]
+
+
+class SamplingRows:
+    """Sampling parameters as arrays over rows; what does not fit an array stays in SamplingParams.
+
+    Attributes:
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: float32 [rows].
+        top_k: int32 [rows], 0 for all tokens.
+        seed: uint64 [rows], of the request.
+        sequence_index: int32 [rows], number of the sequence in its request.
+        is_greedy: whether the row takes the most likely token.
+        edits_logits: whether penalties, biases, allowed ids or min_tokens change the row's logits.
+        filters: whether top_k, top_p or min_p drop tokens.
+        wants_logprobs: whether log-probabilities are reported.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.temperature: FloatArray = np.zeros(num_rows, dtype=np.float32)
+        self.top_p: FloatArray = np.ones(num_rows, dtype=np.float32)
+        self.min_p: FloatArray = np.zeros(num_rows, dtype=np.float32)
+        self.repetition_penalty: FloatArray = np.ones(num_rows, dtype=np.float32)
+        self.presence_penalty: FloatArray = np.zeros(num_rows, dtype=np.float32)
+        self.frequency_penalty: FloatArray = np.zeros(num_rows, dtype=np.float32)
+        self.top_k: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.seed: npt.NDArray[np.uint64] = np.zeros(num_rows, dtype=np.uint64)
+        self.sequence_index: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.is_greedy: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.edits_logits: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.filters: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.wants_logprobs: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+
+    def set(self, row: int, params: SamplingParams, seed: int, sequence_index: int) -> None:
+        """Fill `row` from a request's parameters."""
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.repetition_penalty[row] = params.repetition_penalty
+        self.presence_penalty[row] = params.presence_penalty
+        self.frequency_penalty[row] = params.frequency_penalty
+        self.top_k[row] = max(params.top_k, 0)
+        self.seed[row] = seed
+        self.sequence_index[row] = sequence_index
+        self.is_greedy[row] = params.is_greedy
+        self.edits_logits[row] = bool(
+            params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.min_tokens
+            or params.logit_bias
+            or params.allowed_token_ids
+        )
+        self.filters[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.wants_logprobs[row] = params.logprobs is not None
+
+
+class RunningBatch:
+    """Rows for the sequences that run.
+
+    Args:
+        max_num_seqs: number of rows.
+        max_model_len: most tokens of one sequence.
+
+    Attributes:
+        token_ids: int32 [rows, max_model_len], valid up to num_tokens.
+        num_tokens: int32 [rows], tokens known.
+        num_computed_tokens: int32 [rows], tokens whose KV is written.
+        token_limits: int32 [rows], num_tokens at which the sequence ends.
+        is_prefilling: bool [rows], whether tokens known at admission are still to be computed.
+        stop_ids: int32 [rows, STOP_IDS_PER_ROW], padded with NO_TOKEN.
+        sampling: sampling parameters by row.
+        sequences: object [rows], the Sequence in each used row.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self.token_ids: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int32)
+        # Column-major: one counter of all rows is contiguous.
+        self._counters: IntArray = np.zeros((max_num_seqs, NUM_COUNTERS), dtype=np.int32, order="F")
+        self.num_tokens: IntArray = self._counters[:, NUM_TOKENS]
+        self.num_computed_tokens: IntArray = self._counters[:, NUM_COMPUTED]
+        self.token_limits: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
+        self.is_prefilling: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.stop_ids: IntArray = np.full((max_num_seqs, STOP_IDS_PER_ROW), NO_TOKEN, dtype=np.int32)
+        self.sampling = SamplingRows(max_num_seqs)
+        self.sequences: npt.NDArray[np.object_] = np.full(max_num_seqs, None, dtype=np.object_)
+        self._many_stop_ids: dict[int, frozenset[int]] = {}
+        self._free_rows = list(range(max_num_seqs))[::-1]
+        self._num_prefilling = 0
+        # Parallel and sorted: the key of each running sequence, and its row.
+        self._keys: list[tuple[Rank, int]] = []
+        self._rows: IntArray = np.empty(max_num_seqs, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Seats left."""
+        return len(self._free_rows)
+
+    @property
+    def rows(self) -> IntArray:
+        """Used rows in rank order; a view, valid until a row is added or removed."""
+        return self._rows[: len(self._keys)]
+
+    @property
+    def num_prefilling(self) -> int:
+        """Rows whose prompt is not fully computed."""
+        return self._num_prefilling
+
+    def decoding_rows(self) -> IntArray:
+        """Rows whose next step is a decode, in rank order."""
+        rows = self.rows
+        return rows[~self.is_prefilling[rows]] if self._num_prefilling else rows.copy()
+
+    def prefilling_sequences(self) -> list[Sequence]:
+        """Sequences whose prompt is not fully computed, in rank order."""
+        if not self._num_prefilling:
+            return []
+        rows = self.rows
+        return list(self.sequences[rows[self.is_prefilling[rows]]])
+
+    def running_sequences(self) -> list[Sequence]:
+        """All running sequences in rank order."""
+        return list(self.sequences[self.rows])
+
+    def sequences_behind(self, seq: Sequence) -> list[Sequence]:
+        """Running sequences of requests strictly behind `seq`'s request in rank, the last one first."""
+        first = bisect_left(self._keys, seq.request.rank, key=lambda key: key[0])
+        while first < len(self._keys) and self._keys[first][0] == seq.request.rank:
+            first += 1
+        return list(self.sequences[self.rows[first:][::-1]])
+
+    def add(self, seq: Sequence, seed: int, token_limit: int) -> int:
+        """Seat `seq` in a free row, as one whose tokens are still to be computed; returns the row."""
+        row = self._free_rows.pop()
+        seq.bind(row, self.token_ids[row], self._counters[row])
+        params = seq.request.sampling_params
+        self.token_limits[row] = token_limit
+        self.is_prefilling[row] = True
+        self._num_prefilling += 1
+        self.sampling.set(row, params, seed, seq.index)
+        stop_ids = seq.request.stop_token_ids
+        self.stop_ids[row] = NO_TOKEN
+        if len(stop_ids) <= STOP_IDS_PER_ROW:
+            self.stop_ids[row, : len(stop_ids)] = sorted(stop_ids)
+        else:
+            self._many_stop_ids[row] = stop_ids
+        self.sequences[row] = seq
+        key = (seq.request.rank, seq.index)
+        place = bisect_left(self._keys, key)
+        self._rows[place + 1 : len(self._keys) + 1] = self._rows[place : len(self._keys)].copy()
+        self._rows[place] = row
+        self._keys.insert(place, key)
+        return row
+
+    def remove(self, seq: Sequence) -> None:
+        """Take `seq` out of its row; it keeps its tokens."""
+        row = seq.row
+        assert row is not None
+        place = bisect_left(self._keys, (seq.request.rank, seq.index))
+        del self._keys[place]
+        self._rows[place : len(self._keys)] = self._rows[place + 1 : len(self._keys) + 1].copy()
+        if self.is_prefilling[row]:
+            self.is_prefilling[row] = False
+            self._num_prefilling -= 1
+        self._many_stop_ids.pop(row, None)
+        self.sequences[row] = None
+        seq.unbind()
+        self._free_rows.append(row)
+
+    def finish_prefill(self, row: int) -> None:
+        """Say that the row's next step is a decode."""
+        self.is_prefilling[row] = False
+        self._num_prefilling -= 1
+
+    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> BoolArray:
+        """Append one token to each of the distinct `rows`; returns which of them have reached an end.
+
+        Args:
+            rows: int32 [n].
+            token_ids: int32 [n].
+        """
+        num_tokens = self.num_tokens[rows]
+        self.token_ids[rows, num_tokens] = token_ids
+        num_tokens += 1
+        self.num_tokens[rows] = num_tokens
+        ended = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        ended |= num_tokens >= self.token_limits[rows]
+        if self._many_stop_ids:
+            for i, row in enumerate(rows.tolist()):
+                if int(token_ids[i]) in self._many_stop_ids.get(row, ()):
+                    ended[i] = True
+        return ended
