@@ -91,7 +91,8 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         """The generated tokens."""
-        return self._token_ids[self.num_prompt_tokens : self.num_tokens].tolist()
+        token_ids: list[int] = self._token_ids[self.num_prompt_tokens : self.num_tokens].tolist()
+        return token_ids
 
     @property
     def is_finished(self) -> bool:

@@ -107,7 +107,7 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raise InvalidRequestError for an id in stop ids, bias or allowed ids that is not in the vocabulary."""
+        """Raise InvalidRequestError for a stop, bias or allowed id that is not in the vocabulary."""
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
@@ -140,12 +140,13 @@ def _check_number(
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise InvalidRequestError(name, f"must be a finite number, got {value!r}")
+    value = float(value)
     if value < low or value > high or (open_low and value == low):
         if high == math.inf:
             wanted = f"{'greater than' if open_low else 'at least'} {low:g}"
         else:
             wanted = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
-        raise InvalidRequestError(name, f"must be {wanted}, got {value}")
+        raise InvalidRequestError(name, f"must be {wanted}, got {value:g}")
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> None:

@@ -54,7 +54,8 @@ class BlockPool:
 
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks (without the cached-idle ones), for checks."""
-        return self._free[: self._num_free].tolist()
+        blocks: list[int] = self._free[: self._num_free].tolist()
+        return blocks
 
     def take(self, count: int) -> IntArray:
         """Give out `count` blocks with one reference each: int32 [count].

@@ -3,7 +3,7 @@
 For one sequence of `num_tokens` tokens in a pool with blocks of B slots::
 
     |<-- cached prefix -->|<---- computed ---->|<-- to compute -->|  room in the last block  |
-    0        a multiple of B        num_computed_tokens       num_tokens          num_blocks × B
+    0        a multiple of B        num_computed_tokens       num_tokens          num_blocks * B
 
 Blocks for everything up to `num_tokens` are taken when the sequence is admitted; after that it grows by one
 block whenever a token would fall outside (`append`).
@@ -139,7 +139,8 @@ class KVCacheManager:
 
     def block_table(self, row: int) -> list[int]:
         """The block ids of `row`, in order."""
-        return self.block_tables[row, : self.num_blocks[row]].tolist()
+        blocks: list[int] = self.block_tables[row, : self.num_blocks[row]].tolist()
+        return blocks
 
     # Commands
 

@@ -206,7 +206,7 @@ class RunningBatch:
         self.token_ids[rows, num_tokens] = token_ids
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
-        ended = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        ended: BoolArray = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
         ended |= num_tokens >= self.token_limits[rows]
         if self._many_stop_ids:
             for i, row in enumerate(rows.tolist()):

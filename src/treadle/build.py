@@ -1,0 +1,227 @@
+"""Puts the rooms together: from settings to a running engine. The one file that knows them all."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from treadle.clock import SystemClock
+from treadle.config import CacheConfig, RequestLimits
+from treadle.engine import Engine
+from treadle.engine.observers import StatsLogger
+from treadle.engine_config import EngineConfig, parse_memory_size
+from treadle.errors import ConfigError
+from treadle.memory import available_bytes
+from treadle.models.config import ModelConfig
+from treadle.models.llama import LlamaModel
+from treadle.models.registry import load_model
+from treadle.runner import KVStorage, ModelRunner
+from treadle.scheduler import Scheduler
+from treadle.text import ChatTemplate, Tokenizer
+from treadle.text.input_processor import InputProcessor
+from treadle.text.output_processor import OutputProcessor
+
+logger = logging.getLogger("treadle")
+
+KV_CACHE_SHARE_OF_FREE_MEMORY = 0.4
+MAX_DEFAULT_KV_CACHE_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine and what belongs to it.
+
+    Attributes:
+        engine: ready to take requests.
+        input_processor: makes requests from prompts.
+        tokenizer: of the model.
+        chat_template: None if the model has none.
+        limits: what a request may ask for.
+        sampling_defaults: what the model asks for, by SamplingParams' names.
+        cache_config: shape of the KV pool.
+        load_time_s: seconds that opening the model and reading its weights took.
+    """
+
+    engine: Engine
+    input_processor: InputProcessor
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    limits: RequestLimits
+    sampling_defaults: Mapping[str, Any]
+    cache_config: CacheConfig
+    load_time_s: float
+
+
+def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = lambda _: None) -> BuiltEngine:
+    """Load the model and build an engine.
+
+    Args:
+        config: the user's settings.
+        on_progress: called with a number from 0 to 1 while weights are read.
+
+    Raises:
+        ModelLoadError: the model cannot be found or read.
+        UnsupportedModelError: a model that is not computed here.
+        ConfigError: settings that cannot work with this model on this machine.
+    """
+    start = time.monotonic()
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    loaded = load_model(config.model)
+    model_config = loaded.config
+    max_model_len, reason = _max_model_len(config, model_config)
+    model = LlamaModel(
+        model_config,
+        loaded.weights,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        on_progress=on_progress,
+    )
+    cache_config = _cache_config(config, model_config, max_model_len, dtype, device)
+    if max_model_len > cache_config.num_slots:
+        reason = (
+            f"the KV pool of {cache_config.num_blocks} blocks holds {cache_config.num_slots} tokens; "
+            f"raise num_kv_blocks or kv_cache_memory"
+        )
+        logger.warning(
+            "max_model_len is cut from %d to %d: %s", max_model_len, cache_config.num_slots, reason
+        )
+        max_model_len = cache_config.num_slots
+    scheduler_config = config.scheduler_config(max_model_len)
+    clock = SystemClock()
+    scheduler = Scheduler(scheduler_config, cache_config, clock)
+    storage = KVStorage(
+        model_config,
+        num_blocks=cache_config.num_blocks,
+        block_size=cache_config.block_size,
+        dtype=dtype,
+        device=device,
+    )
+    observers = []
+    if config.log_stats_interval_s > 0:
+        observers.append(StatsLogger(scheduler, clock, config.log_stats_interval_s))
+    engine = Engine(
+        scheduler,
+        ModelRunner(model, storage, cache_config.block_size),
+        OutputProcessor(loaded.tokenizer),
+        clock,
+        observers,
+        config.check_invariants,
+    )
+    limits = RequestLimits(
+        max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+        max_logprobs=min(config.max_logprobs, model_config.vocab_size),
+        max_model_len_reason=reason,
+    )
+    load_time_s = time.monotonic() - start
+    pool_bytes = cache_config.num_slots * model_config.kv_bytes_per_token(dtype.itemsize)
+    logger.info(
+        "%s: %s, %s on %s, ready in %.1f s", config.model, model_config.architecture,
+        str(dtype).removeprefix("torch."), device.type, load_time_s,
+    )  # fmt: skip
+    logger.info(
+        "KV pool: %d blocks of %d = %d tokens (%.0f MiB), room for %.1f requests of max_model_len %d; "
+        "at most %d sequences, %d tokens a step, scheduler %s",
+        cache_config.num_blocks, cache_config.block_size, cache_config.num_slots, pool_bytes / 2**20,
+        cache_config.num_slots / max_model_len, max_model_len, scheduler_config.max_num_seqs,
+        scheduler_config.max_num_batched_tokens, scheduler_config.policy,
+    )  # fmt: skip
+    return BuiltEngine(
+        engine=engine,
+        input_processor=InputProcessor(loaded.tokenizer, limits, loaded.eos_token_ids),
+        tokenizer=loaded.tokenizer,
+        chat_template=loaded.chat_template,
+        limits=limits,
+        sampling_defaults=loaded.sampling_defaults,
+        cache_config=cache_config,
+        load_time_s=load_time_s,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", "cuda was asked for, but torch sees no such device")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cuda":
+        return torch.bfloat16
+    # Without instructions for bfloat16, torch's products in it are slower than in float32.
+    has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
+    """The length, and what set it."""
+    length, reason = model.max_position_embeddings, "the model's length"
+    if config.max_model_len is not None:
+        if config.max_model_len > length:
+            raise ConfigError(
+                "max_model_len",
+                f"must be at most {length}, the model's max_position_embeddings; got {config.max_model_len}",
+            )
+        length, reason = config.max_model_len, "as set"
+    if model.sliding_window is not None and model.sliding_window < length:
+        raise ConfigError(
+            "max_model_len",
+            f"is {length}, but the model attends only to the last {model.sliding_window} tokens, and sliding "
+            f"windows are not supported; set max_model_len to at most {model.sliding_window}",
+        )
+    return length, reason
+
+
+def _cache_config(
+    config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> CacheConfig:
+    block_bytes = config.block_size * model.kv_bytes_per_token(dtype.itemsize)
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+        _check_fits("num_kv_blocks", num_blocks, num_blocks * block_bytes, device)
+    elif config.kv_cache_memory is not None:
+        num_bytes = parse_memory_size("kv_cache_memory", config.kv_cache_memory)
+        num_blocks = num_bytes // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                "kv_cache_memory",
+                f"must hold at least one block of {config.block_size} tokens, {block_bytes} bytes with this "
+                f"model; got {num_bytes}",
+            )
+        _check_fits("kv_cache_memory", num_bytes, num_bytes, device)
+    else:
+        useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+        budget = int(_free_bytes(device) * KV_CACHE_SHARE_OF_FREE_MEMORY)
+        if device.type == "cpu":
+            budget = min(budget, MAX_DEFAULT_KV_CACHE_BYTES)
+        num_blocks = max(1, min(useful, budget // block_bytes))
+    return CacheConfig(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_bytes()
+
+
+def _check_fits(field: str, value: int, num_bytes: int, device: torch.device) -> None:
+    free = _free_bytes(device)
+    if num_bytes > free:
+        raise ConfigError(
+            field,
+            f"{value} makes a KV pool of {num_bytes / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB of "
+            f"{'memory' if device.type == 'cpu' else device.type + ' memory'} are free",
+        )

@@ -1,0 +1,83 @@
+"""`treadle chat`: a conversation at the terminal."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from treadle.cli.console import load, say
+from treadle.cli.options import add_engine_options, add_sampling_options
+from treadle.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from treadle import LLM, SamplingParams
+
+HELP = "/new forgets the conversation, /exit (or Ctrl-D) ends; Ctrl-C stops an answer"
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a chat model",
+        description="Talk with a chat model. The conversation so far stays in the KV cache, so that each "
+        f"turn computes only what is new. {HELP}.",
+    )
+    parser.add_argument("--system", help="system message")
+    add_sampling_options(parser, max_tokens=512)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    llm, params = load(args)
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(start)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401 - line editing and history for input()
+
+        say(f"{HELP}.")
+    while True:
+        try:
+            line = input("\n> " if interactive else "").strip()
+        except EOFError:
+            return 0
+        if line in ("/exit", "/quit"):
+            return 0
+        if line == "/new":
+            messages = list(start)
+            say("(a new conversation)")
+        elif line.startswith("/"):
+            say(f"unknown command {line.split()[0]}; {HELP}")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                messages.append({"role": "assistant", "content": answer(llm, params, messages)})
+            except InvalidRequestError as error:
+                messages.pop()
+                say(f"treadle: {error}\n(/new starts a new conversation)")
+
+
+def answer(llm: "LLM", params: "SamplingParams", messages: list[dict[str, str]]) -> str:
+    """Stream the answer to a conversation to standard output and return it; Ctrl-C ends it early."""
+    pieces = []
+    outputs = llm.stream(llm.render_chat(messages), params, add_special_tokens=False)
+    try:
+        for output in outputs:
+            pieces.append(output.outputs[0].text)
+            print(output.outputs[0].text, end="", flush=True)
+            if output.finished:
+                print()
+                metrics = output.metrics
+                if output.error is not None:
+                    say(f"treadle: {output.error}")
+                elif metrics.time_to_first_token is not None:
+                    say(
+                        f"(first token after {metrics.time_to_first_token * 1000:.0f} ms, "
+                        f"{metrics.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached)"
+                    )
+    except KeyboardInterrupt:
+        print()
+        say("(stopped)")
+    return "".join(pieces)

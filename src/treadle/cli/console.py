@@ -1,0 +1,115 @@
+"""What commands tell the person at the terminal: progress while loading, and a summary at the end.
+
+Answers go to standard output; everything else goes to standard error.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from treadle.cli.options import engine_options, sampling_options
+from treadle.engine_config import EngineConfig
+from treadle.request import Request
+from treadle.sampling_params import SamplingParams
+from treadle.scheduler import Scheduler, StepPlan
+
+if TYPE_CHECKING:
+    from treadle import LLM
+
+BAR_WIDTH = 24
+
+
+def say(text: str = "") -> None:
+    """Print a line to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def load(args: argparse.Namespace) -> tuple["LLM", SamplingParams]:
+    """The engine and the sampling parameters that the options ask for, with a progress line."""
+    given = sampling_options(args)
+    # Mistakes are told before torch and a model are loaded.
+    SamplingParams(**given)
+    EngineConfig(**engine_options(args))
+    line = _ProgressLine(f"Loading {args.model}")
+    line.show(0.0)
+    try:
+        from treadle import LLM
+
+        llm = LLM(**engine_options(args), on_progress=line.show)
+    finally:
+        line.clear()
+    defaults = {"temperature": 0.0, **llm.sampling_defaults}
+    return llm, SamplingParams(**{**defaults, **given})
+
+
+class _ProgressLine:
+    """A bar that draws over itself on a terminal, and is silent elsewhere."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._is_terminal = sys.stderr.isatty()
+
+    def show(self, share: float) -> None:
+        """Draw the bar at `share`, 0 to 1."""
+        if self._is_terminal:
+            full = round(share * BAR_WIDTH)
+            bar = "█" * full + "░" * (BAR_WIDTH - full)
+            print(f"\r{self._title}  {bar} {share:4.0%}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove the bar."""
+        if self._is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+class RunStats:
+    """Counts what a run did, for the summary.
+
+    Args:
+        scheduler: whose blocks are counted.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._start = time.monotonic()
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+        self._num_preemptions = 0
+        self._peak_blocks = 0
+        self._first_token_s: list[float] = []
+        self._num_cached_tokens = 0
+
+    def on_schedule(self, plan: StepPlan, waiting: Iterable[Request]) -> None:
+        """Count a step's work."""
+        self._num_steps += 1
+        self._num_prompt_tokens += sum(s.count for s in plan.sequences)
+        self._num_output_tokens += len(plan.decode_rows) + sum(s.num_samples for s in plan.sequences)
+        self._num_preemptions += len(plan.preempted)
+        pool = self._scheduler.kv.pool
+        self._peak_blocks = max(self._peak_blocks, pool.num_blocks - pool.num_available)
+
+    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
+        """Note the times of those who ended."""
+        for request in finished:
+            self._num_cached_tokens += request.metrics.num_cached_tokens
+            if request.metrics.time_to_first_token is not None:
+                self._first_token_s.append(request.metrics.time_to_first_token)
+
+    def summary(self) -> str:
+        """One line: tokens, tokens/s, time to first token, steps, blocks."""
+        elapsed = time.monotonic() - self._start
+        first = max(self._first_token_s, default=0.0)
+        parts = [
+            f"{self._num_output_tokens} tokens in {elapsed:.1f} s",
+            f"{self._num_output_tokens / elapsed:.1f} tokens/s",
+            f"first token after {first * 1000:.0f} ms",
+            f"{self._num_prompt_tokens} prompt tokens computed, {self._num_cached_tokens} from the cache",
+            f"{self._num_steps} steps",
+            f"{self._peak_blocks} of {self._scheduler.kv.pool.num_blocks} KV blocks at the peak",
+        ]
+        if self._num_preemptions:
+            parts.append(f"{self._num_preemptions} preemptions")
+        return " · ".join(parts)

@@ -1,0 +1,84 @@
+"""`treadle generate`: continue prompts, or answer them as chat messages."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from treadle.cli.console import RunStats, load, say
+from treadle.cli.options import add_engine_options, add_sampling_options
+from treadle.engine.step_table import StepTable
+from treadle.errors import InvalidRequestError
+
+EXAMPLES = """examples:
+  treadle generate "The three primary colours are" --max-tokens 30
+  treadle generate --chat "Why is the sky blue?"
+  treadle generate --file prompts.txt              one prompt per line
+  echo "Hello" | treadle generate -
+  treadle generate --steps --max-num-batched-tokens 32 --max-num-seqs 3 "One" "Two" "Three"
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts, or answer them (--chat)",
+        description="Continue prompts. One prompt is streamed; several run together in one batch.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; - reads one from standard input")
+    parser.add_argument("--file", type=Path, help="read one prompt per line from this file")
+    parser.add_argument("--chat", action="store_true", help="put each prompt as a question to a chat model")
+    parser.add_argument("--system", help="system message, with --chat")
+    parser.add_argument("--steps", action="store_true", help="show what each request did in each step")
+    add_sampling_options(parser, max_tokens=128)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    prompts = _read_prompts(args)
+    llm, params = load(args)
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        prompts = [llm.render_chat([*system, {"role": "user", "content": prompt}]) for prompt in prompts]
+    stats, table = RunStats(llm.engine.scheduler), StepTable()
+    llm.engine.add_observer(stats)
+    if args.steps:
+        llm.engine.add_observer(table)
+    texts = [""] * len(prompts)
+    streams = len(prompts) == 1
+    error = None
+    for output in llm.stream(prompts, params, add_special_tokens=not args.chat):
+        text = output.outputs[0].text
+        error = error or output.error
+        if streams:
+            print(text, end="", flush=True)
+        else:
+            texts[int(output.request_id)] += text  # the ids of a new LLM count from 0
+    if streams:
+        print()
+    else:
+        for prompt, text in zip(prompts, texts, strict=True):
+            print(f"── {prompt!r}\n{text.strip()}\n")
+    if args.steps:
+        say("\n" + table.render())
+    say("\n" + stats.summary())
+    if error is not None:
+        say(f"treadle: {error}")
+    return 1 if error is not None else 0
+
+
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    if args.file is not None:
+        try:
+            lines = args.file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequestError("--file", f"{args.file} cannot be read ({error})") from error
+        prompts += [line for line in lines if line.strip()]
+    if not prompts:
+        raise InvalidRequestError("PROMPT", "give at least one prompt, or - to read one from standard input")
+    return prompts

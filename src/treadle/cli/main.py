@@ -1,0 +1,53 @@
+"""The `treadle` command: parses options, runs a sub-command, turns errors into one line."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from treadle import __version__
+from treadle.cli import chat, generate, models
+from treadle.errors import TreadleError
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="treadle",
+        description="An LLM inference engine built around its request scheduler.",
+        epilog="`treadle COMMAND --help` tells more.",
+    )
+    parser.add_argument("--version", action="version", version=f"treadle {__version__}")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print no log lines")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (generate, chat, models):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = make_parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.ERROR if args.quiet else logging.WARNING, format="%(message)s", stream=sys.stderr
+    )
+    if not args.quiet:
+        logging.getLogger("treadle").setLevel(logging.INFO)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except TreadleError as error:
+        print(f"treadle: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("\ntreadle: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`treadle … | head`): nothing is left to be told.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

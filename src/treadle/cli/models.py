@@ -1,0 +1,53 @@
+"""`treadle models`: what can be run."""
+
+import argparse
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "models",
+        help="show which models there are",
+        description="Show the embedded model, models in the hub's local cache, and what else can be loaded.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from treadle.models.config import (
+        SUPPORTED_ARCHITECTURES,
+        SUPPORTED_GGUF_ARCHITECTURES,
+        SUPPORTED_ROPE_TYPES,
+    )
+    from treadle.models.loaders.gguf import SUPPORTED_TYPES
+    from treadle.models.registry import EMBEDDED_MODELS
+
+    print("Embedded:")
+    for model in EMBEDDED_MODELS.values():
+        path = model.path()
+        if path is None:
+            print(f"  {model.name}  not installed: {model.install}")
+        else:
+            print(f"  {model.name}  {path.stat().st_size / 2**20:.0f} MiB, {model.licence}\n    {path}")
+    cached = _cached_hub_models()
+    if cached:
+        print("In the hub's local cache:")
+        for hub_id, num_bytes in cached:
+            print(f"  {hub_id}  {num_bytes / 2**20:.0f} MiB")
+    print("Any other: --model with a folder in Hugging Face layout, a .gguf file, or a hub id.")
+    print(f"  Architectures: {', '.join(SUPPORTED_ARCHITECTURES)}")
+    print(f"  GGUF architectures: {', '.join(SUPPORTED_GGUF_ARCHITECTURES)}")
+    print(f"  GGUF types: {', '.join(SUPPORTED_TYPES)}")
+    print(f"  Rope types: {', '.join(SUPPORTED_ROPE_TYPES)}")
+    return 0
+
+
+def _cached_hub_models() -> list[tuple[str, int]]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return sorted((repo.repo_id, repo.size_on_disk) for repo in repos if repo.repo_type == "model")

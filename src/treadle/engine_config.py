@@ -1,0 +1,117 @@
+"""What a user can set, checked before a model is loaded. Imports no torch."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from treadle.config import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    SchedulerConfig,
+    check_count,
+)
+from treadle.errors import ConfigError
+from treadle.scheduler.policies import PHASE_POLICIES
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The embedded model."""
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+
+_MEMORY_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a user can set. None means: find a sensible value.
+
+    Attributes:
+        model: a name, a folder, a .gguf file or a hub id.
+        dtype: "float32", "bfloat16" or "auto" (bfloat16 where the processor computes it, else float32).
+        device: "cpu", "cuda" or "auto" (cuda when there is one).
+        max_model_len: most tokens of prompt and output together; the model's own limit by default.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens that one step computes.
+        block_size: token slots of a KV block.
+        num_kv_blocks: blocks of the KV pool. At most one of this and kv_cache_memory.
+        kv_cache_memory: bytes of the KV pool, as a number or as text ("512M", "2GiB").
+        enable_prefix_caching: whether prompts share the KV of equal beginnings.
+        scheduler: phase policy by name.
+        admission_headroom: free blocks per running sequence that an admission leaves.
+        max_consecutive_prefills: policy `phased`: prefill steps in a row while others wait to decode.
+        seed: of requests that bring none.
+        max_logprobs: most logprobs that a request may ask for.
+        log_stats_interval_s: seconds between lines of statistics; 0 for none.
+        check_invariants: check the scheduler's state in every step.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | str | None = None
+    enable_prefix_caching: bool = True
+    scheduler: str = "chunked"
+    admission_headroom: int = 1
+    max_consecutive_prefills: int = 8
+    seed: int = 0
+    max_logprobs: int = 20
+    log_stats_interval_s: float = 5.0
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("model", f"must be a name or a path, got {self.model!r}")
+        for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(name, f"must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.scheduler not in PHASE_POLICIES:
+            raise ConfigError(
+                "scheduler",
+                f"unknown policy {self.scheduler!r}; there are {', '.join(sorted(PHASE_POLICIES))}",
+            )
+        if self.max_model_len is not None:
+            check_count("max_model_len", self.max_model_len, low=2)
+        check_count("max_num_seqs", self.max_num_seqs)
+        check_count("block_size", self.block_size)
+        check_count("max_logprobs", self.max_logprobs, low=0)
+        if self.num_kv_blocks is not None:
+            check_count("num_kv_blocks", self.num_kv_blocks)
+            if self.kv_cache_memory is not None:
+                raise ConfigError("num_kv_blocks", "give at most one of num_kv_blocks and kv_cache_memory")
+        if self.kv_cache_memory is not None:
+            parse_memory_size("kv_cache_memory", self.kv_cache_memory)
+        # The scheduler's own limits, before a model is loaded for nothing.
+        self.scheduler_config(max_model_len=self.max_model_len or 2)
+
+    def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
+        """The scheduler's part, once the length is known."""
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs)
+        return SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=budget,
+            policy=self.scheduler,
+            admission_headroom=self.admission_headroom,
+            max_consecutive_prefills=self.max_consecutive_prefills,
+            seed=self.seed,
+        )
+
+
+def parse_memory_size(field: str, value: Any) -> int:
+    """Bytes of a size given as a number or as text such as "512M" or "2GiB"; ConfigError otherwise."""
+    if isinstance(value, str):
+        match = _MEMORY_SIZE.fullmatch(value.strip())
+        if match is None:
+            raise ConfigError(field, f"must be bytes or a size such as '512M' or '2GiB', got {value!r}")
+        value = int(float(match[1]) * _UNITS[match[2].upper()])
+    check_count(field, value)
+    return int(value)

@@ -1,0 +1,272 @@
+"""LLM: the offline API. Names, keywords and results are those of vLLM's LLM class."""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from tqdm import tqdm
+
+from treadle.build import build_engine
+from treadle.engine import Engine
+from treadle.engine_config import EngineConfig
+from treadle.errors import InvalidRequestError
+from treadle.outputs import RequestOutput
+from treadle.request import Request
+from treadle.sampling_params import SamplingParams
+from treadle.text.input_processor import Prompt, as_prompt_list
+from treadle.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+
+
+class LLM:
+    """A model with its engine, for offline use.
+
+    Args:
+        model: the embedded model's name, a folder in Hugging Face layout, a .gguf file, or a hub id.
+        on_progress: called with a number from 0 to 1 while weights are read.
+        options: the other fields of `EngineConfig`: max_num_seqs, max_num_batched_tokens, block_size,
+            num_kv_blocks or kv_cache_memory, max_model_len, dtype, device, enable_prefix_caching,
+            scheduler, seed, …
+
+    Raises:
+        ModelLoadError: the model cannot be found or read.
+        UnsupportedModelError: a model that is not computed here.
+        ConfigError: settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: str = EngineConfig.model,
+        *,
+        on_progress: Callable[[float], None] = lambda _: None,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig(model=model, **options)
+        self._built = build_engine(self.config, on_progress)
+        self._num_requests = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, to watch or to drive by hand."""
+        return self._built.engine
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self._built.limits.max_model_len
+
+    @property
+    def load_time_s(self) -> float:
+        """Seconds that loading took."""
+        return self._built.load_time_s
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Sampling parameters that the model asks for, by SamplingParams' names; empty for many."""
+        return self._built.sampling_defaults
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._built.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with what the model asks for (its generation config)."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts; returns one RequestOutput per prompt, in the order given.
+
+        Args:
+            prompts: text, token ids, {"prompt": …} or {"prompt_token_ids": …}; one of them or a list.
+            sampling_params: for all prompts, or one per prompt; the model's defaults if None.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters cannot be served; nothing was run.
+        """
+        requests = self._make_requests(as_prompt_list(prompts), sampling_params)
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations, rendered with the model's chat template.
+
+        Args:
+            messages: a list of {"role": …, "content": …}, or a list of such lists.
+            sampling_params: as in `generate`.
+            use_tqdm: show a progress bar.
+            add_generation_prompt: end each prompt with the opening of the assistant's turn.
+
+        Raises:
+            InvalidRequestError: as in `generate`; also when messages are malformed or the model has no
+                chat template.
+        """
+        conversations: Any = messages
+        if not isinstance(messages, (list, tuple)) or not messages or isinstance(messages[0], Mapping):
+            conversations = [messages]
+        prompts = [self.render_chat(c, add_generation_prompt=add_generation_prompt) for c in conversations]
+        requests = self._make_requests(prompts, sampling_params, add_special_tokens=False)
+        return self._run(requests, use_tqdm)
+
+    def render_chat(self, messages: Conversation, *, add_generation_prompt: bool = True) -> str:
+        """The prompt that the model's chat template makes of a conversation."""
+        template = self._built.chat_template
+        if template is None:
+            raise InvalidRequestError("messages", f"the model {self.config.model!r} has no chat template")
+        return template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> Iterator[RequestOutput]:
+        """Continue prompts and yield what is new after every token, as it comes.
+
+        Each output's `text` and `token_ids` hold only what is new; the last one of a request has a
+        `finish_reason`. Closing the iterator early aborts what is left.
+
+        Args:
+            prompts, sampling_params: as in `generate`; checked before the iterator is returned.
+            add_special_tokens: False for text that already has the model's special tokens, as from
+                `render_chat`.
+        """
+        requests = self._make_requests(
+            as_prompt_list(prompts), sampling_params, add_special_tokens=add_special_tokens
+        )
+        return self._stream(requests)
+
+    def _make_requests(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[Request]:
+        params = self._params_per_prompt(len(prompts), sampling_params)
+        ids = [str(self._num_requests + i) for i in range(len(prompts))]
+        requests = self._built.input_processor.make_requests(
+            ids,
+            prompts,
+            params,
+            arrival_time=self.engine.clock.now(),
+            add_special_tokens=add_special_tokens,
+        )
+        self._num_requests += len(prompts)
+        return requests
+
+    def _params_per_prompt(
+        self, num_prompts: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            return [self.get_default_sampling_params()] * num_prompts
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * num_prompts
+        params = list(sampling_params)
+        if len(params) != num_prompts:
+            raise InvalidRequestError(
+                "sampling_params", f"there are {len(params)} of them for {num_prompts} prompts"
+            )
+        for param in params:
+            if not isinstance(param, SamplingParams):
+                raise InvalidRequestError("sampling_params", f"must be SamplingParams, got {param!r}")
+        return params
+
+    def _run(self, requests: Sequence[Request], use_tqdm: bool) -> list[RequestOutput]:
+        results: dict[str, RequestOutput] = {}
+        with (
+            self._queued(requests, stream=False),
+            tqdm(total=len(requests), desc="Requests", unit="req", disable=not use_tqdm) as bar,
+            _interrupt_between_steps() as check_interrupt,
+        ):
+            num_tokens = 0
+            while len(results) < len(requests):
+                for output in self.engine.step():
+                    results[output.request_id] = output
+                    num_tokens += len(output.outputs[0].token_ids)
+                    bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+                    bar.update()
+                check_interrupt()
+        return [results[request.request_id] for request in requests]
+
+    def _stream(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
+        with self._queued(requests, stream=True):
+            num_unfinished = len(requests)
+            while num_unfinished:
+                with _interrupt_between_steps() as check_interrupt:
+                    outputs = self.engine.step()
+                    check_interrupt()
+                for output in outputs:
+                    num_unfinished -= output.finished
+                    yield output
+
+    @contextmanager
+    def _queued(self, requests: Sequence[Request], *, stream: bool) -> Iterator[None]:
+        """Queue requests; whatever of them is left when the block ends, for whatever reason, is aborted."""
+        try:
+            for request in requests:
+                self.engine.add_request(request, stream=stream)
+            yield
+        finally:
+            for request in requests:
+                if not request.is_finished:
+                    self.engine.abort_request(request.request_id)
+            if self.engine.has_unfinished_requests and not self.engine.scheduler.num_unfinished_requests:
+                self.engine.step()  # takes the aborted ones' outputs, which nobody wants
+
+
+@contextmanager
+def _interrupt_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold back Ctrl-C while a step runs, so that it never stops halfway; a second one is not held back.
+
+    Yields a function that raises KeyboardInterrupt if there was one. Outside the main thread, where
+    signals do not arrive, it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is None or previous is signal.SIG_IGN:
+        yield lambda: None
+        return
+    interrupted = False
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    def check() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+logging.getLogger("treadle").addHandler(logging.NullHandler())
+
+__all__ = ["LLM"]

@@ -1,0 +1,161 @@
+"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 are one computation with a few switches.
+
+Shapes: T tokens of a step, E hidden size, H query heads, K key-value heads, D head dimension, I
+intermediate size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from treadle.kernels import reference as kernels
+from treadle.models.config import ModelConfig
+from treadle.models.loaders.base import WeightSource
+from treadle.models.rope import rotary_tables
+
+
+class Attention(Protocol):
+    """Stores the keys and values of a step's tokens and lets their queries look at their contexts."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[T, H, D], [T, K × D], [T, K × D] → [T, H × D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """x → x Wᵀ + b, with W [out, in]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor  # [E]
+    qkv: _Linear  # [(H + 2K) × D, E]
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None  # [D]
+    o: _Linear  # [E, H × D]
+    post_attention_norm: torch.Tensor  # [E]
+    gate_up: _Linear  # [2I, E]
+    down: _Linear  # [E, I]
+
+
+class LlamaModel:
+    """Weights and forward pass.
+
+    Args:
+        config: sizes and variants.
+        weights: where the tensors come from.
+        dtype: of weights and activations.
+        device: where to compute.
+        max_model_len: positions that the rotary tables cover.
+        on_progress: called with a number from 0 to 1 while weights are read.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        on_progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self._weights = weights
+        self._embedding = self._get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._layers = []
+        for i in range(config.num_hidden_layers):
+            self._layers.append(self._load_layer(i))
+            on_progress((i + 1) / config.num_hidden_layers)
+        self._norm = self._get("model.norm.weight", config.hidden_size)
+        if config.tie_word_embeddings:
+            self._lm_head = self._embedding
+        else:
+            self._lm_head = self._get("lm_head.weight", config.vocab_size, config.hidden_size)
+        cos, sin = rotary_tables(config.rope, config.head_dim, max_model_len, dtype)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+        del self._weights
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """Hidden states of a step's tokens, normalized: [T, E].
+
+        Args:
+            token_ids: int64 [T].
+            positions: int64 [T], of each token in its sequence.
+            attention: stores keys and values, and attends.
+        """
+        config = self.config
+        eps = config.rms_norm_eps
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        cos = self._cos[positions].unsqueeze(1)  # [T, 1, D]
+        sin = self._sin[positions].unsqueeze(1)
+        x = F.embedding(token_ids, self._embedding)  # [T, E]
+        for i, layer in enumerate(self._layers):
+            h = kernels.rms_norm(x, layer.input_norm, eps)
+            q, k, v = torch.split(layer.qkv(h), (q_size, kv_size, kv_size), dim=-1)
+            q = q.view(-1, config.num_attention_heads, config.head_dim)  # [T, H, D]
+            k = k.view(-1, config.num_key_value_heads, config.head_dim)  # [T, K, D]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = kernels.rms_norm(q, layer.q_norm, eps)
+                k = kernels.rms_norm(k, layer.k_norm, eps)
+            q = kernels.rotary(q, cos, sin)
+            k = kernels.rotary(k, cos, sin)
+            x = x + layer.o(attention(i, q, k.flatten(1), v))
+            h = kernels.rms_norm(x, layer.post_attention_norm, eps)
+            x = x + layer.down(kernels.silu_and_mul(layer.gate_up(h)))
+        return kernels.rms_norm(x, self._norm, eps)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits over the vocabulary: [n, E] → float32 [n, V]."""
+        return F.linear(hidden_states, self._lm_head).float()
+
+    def _load_layer(self, i: int) -> _Layer:
+        c = self.config
+        name = f"model.layers.{i}"
+        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        return _Layer(
+            input_norm=self._get(f"{name}.input_layernorm.weight", c.hidden_size),
+            qkv=self._linear(
+                {
+                    f"{name}.self_attn.q_proj": q_size,
+                    f"{name}.self_attn.k_proj": kv_size,
+                    f"{name}.self_attn.v_proj": kv_size,
+                },
+                c.hidden_size,
+                c.qkv_bias,
+            ),
+            q_norm=self._get(f"{name}.self_attn.q_norm.weight", c.head_dim) if c.qk_norm else None,
+            k_norm=self._get(f"{name}.self_attn.k_norm.weight", c.head_dim) if c.qk_norm else None,
+            o=self._linear({f"{name}.self_attn.o_proj": c.hidden_size}, q_size, c.o_bias),
+            post_attention_norm=self._get(f"{name}.post_attention_layernorm.weight", c.hidden_size),
+            gate_up=self._linear(
+                {f"{name}.mlp.gate_proj": c.intermediate_size, f"{name}.mlp.up_proj": c.intermediate_size},
+                c.hidden_size,
+                c.mlp_bias,
+            ),
+            down=self._linear({f"{name}.mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
+        )
+
+    def _linear(self, parts: dict[str, int], in_size: int, has_bias: bool) -> _Linear:
+        """One projection out of several that read the same input: name → output size."""
+        weight = torch.cat([self._get(f"{name}.weight", out, in_size) for name, out in parts.items()])
+        bias = None
+        if has_bias:
+            bias = torch.cat([self._get(f"{name}.bias", out) for name, out in parts.items()])
+        return _Linear(weight, bias)
+
+    def _get(self, name: str, *shape: int) -> torch.Tensor:
+        return self._weights.get(name, shape, self.dtype).to(self.device)

@@ -1,0 +1,7 @@
+"""Runs a StepPlan on a model with torch: inputs, KV memory, forward pass, sampling."""
+
+from treadle.runner.kv_storage import KVStorage
+from treadle.runner.model_runner import ModelRunner
+from treadle.runner.sampler import Sampler
+
+__all__ = ["KVStorage", "ModelRunner", "Sampler"]

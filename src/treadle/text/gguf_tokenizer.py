@@ -1,0 +1,170 @@
+"""Rebuilds a tokenizer from the metadata of a GGUF file.
+
+GGUF keeps vocabulary, merges and scores, and names the rule that splits a text into words before merging
+(`tokenizer.ggml.pre`); the rules themselves are those that the models were trained with.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.text.tokenizer import Tokenizer
+
+# Values of tokenizer.ggml.token_type.
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3_WORDS = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _byte_level(words: str | None) -> pre_tokenizers.PreTokenizer:
+    if words is None:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(None)])
+
+
+# tokenizer.ggml.pre → how to split words, whether whole words in the vocabulary skip the merges, whether a
+# text is NFC-normalized, whether BOS is added unless the file says otherwise.
+_PRE_TOKENIZERS: dict[str, tuple[Any, bool, bool, bool]] = {
+    "default": (lambda: _byte_level(None), False, False, False),
+    "gpt-2": (lambda: _byte_level(None), False, False, False),
+    "smollm": (_smollm, False, False, False),
+    "llama-bpe": (lambda: _byte_level(_LLAMA3_WORDS), True, False, True),
+    "llama3": (lambda: _byte_level(_LLAMA3_WORDS), True, False, True),
+    "smaug-bpe": (lambda: _byte_level(_LLAMA3_WORDS), True, False, True),
+    "qwen2": (lambda: _byte_level(_QWEN2_WORDS), False, True, False),
+    "tekken": (lambda: _byte_level(_TEKKEN_WORDS), True, False, True),
+}
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer that the metadata of a GGUF file describes.
+
+    Args:
+        metadata: key → value as in the file, arrays as lists.
+
+    Raises:
+        ModelLoadError: something is missing.
+        UnsupportedModelError: a kind of tokenizer, or a rule for words, that is not known here.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise ModelLoadError("the GGUF file has no vocabulary (tokenizer.ggml.tokens)")
+    kind = metadata.get("tokenizer.ggml.model")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if kind == "gpt2":
+        backend, add_bos = _byte_level_bpe(metadata, vocab)
+    elif kind == "llama":
+        backend, add_bos = _sentencepiece_bpe(metadata, vocab, tokens)
+    else:
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.model {kind!r} is not supported; supported are 'gpt2' (byte-level BPE) "
+            f"and 'llama' (SentencePiece BPE)"
+        )
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    backend.add_special_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind == _CONTROL])
+    backend.add_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind == _USER_DEFINED])
+    bos, eos = _special(metadata, tokens, "bos"), _special(metadata, tokens, "eos")
+    before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", add_bos) else []
+    after = [eos] if eos and metadata.get("tokenizer.ggml.add_eos_token", False) else []
+    if before or after:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B:1", *after],
+            special_tokens=[(token, vocab[token]) for token in {*before, *after}],
+        )
+    return Tokenizer(backend, bos_token=bos, eos_token=eos)
+
+
+def eos_token_ids_from_gguf(metadata: Mapping[str, Any]) -> frozenset[int]:
+    """Every id that ends a sequence: end of text, of turn, of message."""
+    keys = ("eos", "eot", "eom")
+    ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in _PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.pre {name!r} is not supported; supported are "
+            f"{', '.join(sorted(_PRE_TOKENIZERS))}"
+        )
+    pre_tokenizer, ignore_merges, nfc, add_bos = _PRE_TOKENIZERS[name]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    try:
+        model = models.BPE(vocab, merges, ignore_merges=ignore_merges)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ModelLoadError(f"the GGUF file's vocabulary and merges do not fit ({error})") from error
+    backend = tokenizers.Tokenizer(model)
+    if nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    return backend, add_bos
+
+
+def _sentencepiece_bpe(
+    metadata: Mapping[str, Any], vocab: dict[str, int], tokens: list[str]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not scores:
+        raise ModelLoadError("the GGUF file has no token scores (tokenizer.ggml.scores)")
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    unknown = next((tokens[i] for i, kind in enumerate(types) if kind == _UNKNOWN), None)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab, _merges(vocab, tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
+    add_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prepend = [normalizers.Prepend("▁")] if add_prefix else []
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if add_prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend, True
+
+
+def _merges(vocab: dict[str, int], tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's scores imply: each piece from any two pieces, best score first."""
+    merges = []
+    for i, token in enumerate(tokens):
+        splits = [(token[:k], token[k:]) for k in range(1, len(token))]
+        splits = [(left, right) for left, right in splits if left in vocab and right in vocab]
+        splits.sort(key=lambda split: (vocab[split[0]], vocab[split[1]]))
+        merges += [(-scores[i], split) for split in splits]
+    merges.sort(key=lambda merge: merge[0])
+    return [split for _, split in merges]
+
+
+def _added(token: str) -> AddedToken:
+    return AddedToken(token, normalized=False)
+
+
+def _special(metadata: Mapping[str, Any], tokens: list[str], name: str) -> str | None:
+    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return tokens[token_id] if token_id is not None and 0 <= token_id < len(tokens) else None

@@ -1,0 +1,168 @@
+"""From what a caller passes as a prompt to a checked Request."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, TypedDict
+
+from treadle.config import RequestLimits
+from treadle.errors import InvalidRequestError
+from treadle.request import Request
+from treadle.sampling_params import SamplingParams
+from treadle.text.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text, with options."""
+
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids, with options."""
+
+    prompt_token_ids: Sequence[int]
+    cache_salt: str
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+"""What a caller may pass as one prompt."""
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass(frozen=True, slots=True)
+class _ParsedPrompt:
+    text: str | None
+    token_ids: Sequence[Any] | None
+    cache_salt: str | None
+
+
+class InputProcessor:
+    """Tokenizes and checks prompts.
+
+    Args:
+        tokenizer: of the model.
+        limits: what a request may ask for.
+        eos_token_ids: the model's end-of-sequence ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: RequestLimits, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+
+    def make_requests(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        *,
+        arrival_time: float,
+        add_special_tokens: bool = True,
+    ) -> list[Request]:
+        """One Request per prompt, all of them checked; InvalidRequestError names the first bad one.
+
+        Args:
+            request_ids: their names.
+            prompts: what the caller passed.
+            params: one per prompt.
+            arrival_time: seconds on the engine's clock.
+            add_special_tokens: whether texts get what the model puts around a text, as BOS.
+        """
+        parsed = [_parse(prompt) for prompt in prompts]
+        texts = [prompt.text for prompt in parsed if prompt.text is not None]
+        encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens))
+        requests = []
+        for i, (request_id, prompt, param) in enumerate(zip(request_ids, parsed, params, strict=True)):
+            token_ids = next(encoded) if prompt.token_ids is None else prompt.token_ids
+            try:
+                requests.append(self._make_request(request_id, prompt, token_ids, param, arrival_time))
+            except InvalidRequestError as error:
+                if len(parsed) == 1:
+                    raise
+                raise InvalidRequestError(f"prompts[{i}]", str(error)) from error
+        return requests
+
+    def _make_request(
+        self,
+        request_id: str,
+        prompt: _ParsedPrompt,
+        token_ids: Sequence[Any],
+        params: SamplingParams,
+        arrival_time: float,
+    ) -> Request:
+        self._limits.check(token_ids, params)
+        stop_ids = frozenset(map(operator.index, params.stop_token_ids or ()))
+        if not params.ignore_eos:
+            stop_ids |= self._eos_token_ids
+        allowed = params.allowed_token_ids
+        if params.min_tokens and allowed is not None and stop_ids.issuperset(map(operator.index, allowed)):
+            raise InvalidRequestError(
+                "min_tokens",
+                f"is {params.min_tokens}, but every allowed_token_ids entry ends the output",
+            )
+        return Request(
+            request_id,
+            token_ids,
+            params,
+            stop_token_ids=stop_ids,
+            arrival_time=arrival_time,
+            cache_salt=prompt.cache_salt,
+            prompt=prompt.text,
+        )
+
+
+def as_prompt_list(prompts: Any) -> list[Prompt]:
+    """`prompts` as a list: one prompt (text, token ids, mapping) becomes a list of one."""
+    if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
+        return [prompts]
+    if isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray)):
+        return list(prompts)
+    raise InvalidRequestError(
+        "prompts",
+        f"must be text, a list of token ids, a mapping with 'prompt' or 'prompt_token_ids', or a list of "
+        f"these; got {type(prompts).__name__}",
+    )
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, (str, bytes, bytearray))
+        and len(prompt) > 0
+        and isinstance(prompt[0], SupportsIndex)
+    )
+
+
+def _parse(prompt: Any) -> _ParsedPrompt:
+    cache_salt = None
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - _PROMPT_KEYS
+        if unknown:
+            raise InvalidRequestError(
+                "prompt", f"unknown key {sorted(map(str, unknown))[0]!r}; there are {sorted(_PROMPT_KEYS)}"
+            )
+        if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+            raise InvalidRequestError("prompt", "give exactly one of 'prompt' and 'prompt_token_ids'")
+        cache_salt = prompt.get("cache_salt")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise InvalidRequestError("cache_salt", f"must be a non-empty string, got {cache_salt!r}")
+        if "prompt" in prompt:
+            prompt = prompt["prompt"]
+            if not isinstance(prompt, str):
+                raise InvalidRequestError("prompt", f"must be a string, got {type(prompt).__name__}")
+        else:
+            prompt = prompt["prompt_token_ids"]
+            if isinstance(prompt, str):
+                raise InvalidRequestError("prompt_token_ids", "must be a list of integers, got a string")
+    if isinstance(prompt, str):
+        return _ParsedPrompt(prompt, None, cache_salt)
+    if hasattr(prompt, "tolist"):  # an array or a tensor
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise InvalidRequestError(
+            "prompt", f"must be text, a list of token ids or a mapping; got {type(prompt).__name__}"
+        )
+    return _ParsedPrompt(None, prompt, cache_salt)

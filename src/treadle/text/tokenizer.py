@@ -1,0 +1,74 @@
+"""Token ids for text and text for token ids, by the `tokenizers` library."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from treadle.errors import ModelLoadError
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Args:
+        backend: the tokenizer proper.
+        bos_token, eos_token: as text, for chat templates; None where the model has none.
+        eos_token_id: the id that ends a sequence by the tokenizer's own account.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+    ) -> None:
+        self.backend = backend
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        # Byte-fallback tokens stand for single bytes; whether they form text is known after the last of them.
+        self.byte_token_ids = frozenset(
+            token_id for token, token_id in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
+        )
+
+    @classmethod
+    def from_file(
+        cls, path: Path, *, bos_token: str | None = None, eos_token: str | None = None
+    ) -> "Tokenizer":
+        """Read a `tokenizer.json`; ModelLoadError if that fails."""
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ModelLoadError(f"{path}: not a tokenizer that can be read ({error})") from error
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend, bos_token=bos_token, eos_token=eos_token)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token given as text, None if there is no such token."""
+        token_id: int | None = self.backend.token_to_id(token)
+        return token_id
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` adds what the model puts around a text, as BOS."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of many texts, in parallel."""
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
