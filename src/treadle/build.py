@@ -197,7 +197,7 @@ def _cache_config(
                 f"must hold at least one block of {config.block_size} tokens, {block_bytes} bytes with this "
                 f"model; got {num_bytes}",
             )
-        _check_fits("kv_cache_memory", num_bytes, num_bytes, device)
+        _check_fits("kv_cache_memory", config.kv_cache_memory, num_bytes, device)
     else:
         useful = config.max_num_seqs * -(-max_model_len // config.block_size)
         budget = int(_free_bytes(device) * KV_CACHE_SHARE_OF_FREE_MEMORY)
@@ -217,7 +217,7 @@ def _free_bytes(device: torch.device) -> int:
     return available_bytes()
 
 
-def _check_fits(field: str, value: int, num_bytes: int, device: torch.device) -> None:
+def _check_fits(field: str, value: int | str, num_bytes: int, device: torch.device) -> None:
     free = _free_bytes(device)
     if num_bytes > free:
         raise ConfigError(

@@ -141,6 +141,8 @@ def config_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
         )
     except KeyError as error:
         raise ModelLoadError(f"config.json lacks {error.args[0]!r}") from None
+    except (TypeError, OverflowError) as error:
+        raise ModelLoadError(f"config.json makes no sense ({error})") from error
 
 
 def config_from_gguf(
@@ -201,6 +203,8 @@ def config_from_gguf(
         )
     except KeyError as error:
         raise ModelLoadError(f"the GGUF file's metadata lacks {error.args[0]!r}") from None
+    except (TypeError, OverflowError) as error:
+        raise ModelLoadError(f"the GGUF file's metadata makes no sense ({error})") from error
 
 
 def _rope_from_huggingface(config: Mapping[str, Any]) -> RopeConfig:

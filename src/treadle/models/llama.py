@@ -105,7 +105,7 @@ class LlamaModel:
         x = F.embedding(token_ids, self._embedding)  # [T, E]
         for i, layer in enumerate(self._layers):
             h = kernels.rms_norm(x, layer.input_norm, eps)
-            q, k, v = torch.split(layer.qkv(h), (q_size, kv_size, kv_size), dim=-1)
+            q, k, v = torch.split(layer.qkv(h), [q_size, kv_size, kv_size], dim=-1)
             q = q.view(-1, config.num_attention_heads, config.head_dim)  # [T, H, D]
             k = k.view(-1, config.num_key_value_heads, config.head_dim)  # [T, K, D]
             if layer.q_norm is not None and layer.k_norm is not None:

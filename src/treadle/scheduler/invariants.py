@@ -80,7 +80,10 @@ def _check_queues(scheduler: Scheduler) -> None:
     ranks = [s.request.rank for s in running]
     _require(ranks == sorted(ranks), "running is not in rank order")
     _require(len({s.row for s in running}) == len(running), "two sequences share a row")
-    _require(list(batch.sequences[[s.row for s in running]]) == running, "a row does not hold its sequence")
+    _require(
+        [batch.sequences[s.row] for s in running if s.row is not None] == running,
+        "a row does not hold its sequence",
+    )
     _require(len(running) + batch.num_free_rows == scheduler.config.max_num_seqs, "rows were lost")
     if not running and not waiting:
         _require(

@@ -23,7 +23,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._ids: list[int] = []
         self._num_context = 0
         self._context_text = ""
@@ -32,6 +32,8 @@ class IncrementalDetokenizer:
         """Take further tokens; returns the text that is certain now and was not shown before."""
         pieces = []
         for token_id in token_ids:
+            if token_id in self._skipped:
+                continue
             self._ids.append(token_id)
             # Byte tokens become text together: an invalid one changes how those before it are shown.
             if token_id in self._tokenizer.byte_token_ids:
@@ -46,7 +48,7 @@ class IncrementalDetokenizer:
         return self._show(self._decode())
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False)
 
     def _show(self, text: str) -> str:
         piece = text[len(self._context_text) :]

@@ -84,7 +84,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             f"and 'llama' (SentencePiece BPE)"
         )
     types = metadata.get("tokenizer.ggml.token_type") or []
-    backend.add_special_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind == _CONTROL])
+    backend.add_special_tokens(
+        [_added(tokens[i]) for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)]
+    )
     backend.add_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind == _USER_DEFINED])
     bos, eos = _special(metadata, tokens, "bos"), _special(metadata, tokens, "eos")
     before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", add_bos) else []

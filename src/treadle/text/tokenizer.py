@@ -35,6 +35,10 @@ class Tokenizer:
             token_id for token, token_id in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
         )
 
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+
     @classmethod
     def from_file(
         cls, path: Path, *, bos_token: str | None = None, eos_token: str | None = None

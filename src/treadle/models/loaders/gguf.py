@@ -1,5 +1,6 @@
 """Reads a GGUF file: its metadata as config and tokenizer, its tensors under Hugging Face's names."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -149,7 +150,7 @@ def _dequantize(file: GGUFFile, name: str) -> np.ndarray[Any, np.dtype[np.float3
     block_size, bytes_per_block = GGML_QUANT_SIZES[kind]
     if not info.shape or info.shape[-1] % block_size:
         raise ModelLoadError(f"{file.path}: {name} has shape {info.shape}, not in blocks of {block_size}")
-    num_bytes = int(np.prod(info.shape)) // block_size * bytes_per_block
+    num_bytes = math.prod(info.shape) // block_size * bytes_per_block
     raw = file.raw(info, num_bytes).reshape(*info.shape[:-1], -1)
     if kind is GGMLQuantizationType.F32:
         return raw.view(np.float32).copy()

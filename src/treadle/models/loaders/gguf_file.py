@@ -99,6 +99,10 @@ class GGUFFile:
             shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]
             self.tensors[name] = TensorInfo(name, shape, self._scalar("I"), self._scalar("Q"))
         alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelLoadError(
+                f"{self.path}: general.alignment must be a positive integer, got {alignment!r}"
+            )
         self._data_start = -(-self._position // alignment) * alignment
 
     def _scalar(self, code: str) -> Any:

@@ -1,0 +1,71 @@
+"""Things that are dear to make and shared by many tests."""
+
+import gc
+import os
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+@pytest.fixture(scope="session")
+def embedded_path():
+    from treadle.engine_config import DEFAULT_MODEL
+    from treadle.models.registry import find_model
+
+    return find_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def embedded_model(embedded_path):
+    """The embedded model's files, opened; no weights read."""
+    from treadle.models.registry import load_path
+
+    return load_path(embedded_path)
+
+
+@pytest.fixture(scope="session")
+def embedded_weights(embedded_model):
+    """The embedded model in float32, shared by every engine that the tests build around it."""
+    import torch
+
+    from treadle.models.llama import LlamaModel
+
+    return LlamaModel(
+        embedded_model.config,
+        embedded_model.weights,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=2048,
+    )
+
+
+@pytest.fixture(scope="session")
+def llm():
+    """The offline API on the embedded model in float32, checking itself at every step."""
+    from treadle import LLM
+
+    return LLM(dtype="float32", max_model_len=2048, num_kv_blocks=600, max_num_seqs=32, check_invariants=True)
+
+
+@pytest.fixture(scope="session")
+def oracle(embedded_path):
+    """transformers' own model and tokenizer of the same file, float32."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        embedded_path.parent, gguf_file=embedded_path.name, dtype=torch.float32
+    ).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(embedded_path.parent, gguf_file=embedded_path.name)
+    return model, tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _collect():
+    """Whatever a test forgot to close shows up in that test."""
+    yield
+    gc.collect(0)

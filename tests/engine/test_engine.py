@@ -1,0 +1,105 @@
+"""The loop: failures of a step, observers, the step table."""
+
+import pytest
+
+from engines import TestEngine
+from treadle import SamplingParams
+from treadle.engine.observers import StatsLogger
+from treadle.engine.step_table import StepTable
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+class FailsOnce:
+    """A runner that fails in one step."""
+
+    def __init__(self, step, error=None):
+        self.step, self.error = step, error or ValueError("broken")
+
+    def __call__(self, runner):
+        self.runner = runner
+        return self
+
+    def execute(self, plan):
+        if plan.step == self.step:
+            raise self.error
+        return self.runner.execute(plan)
+
+
+def test_a_failing_step_fails_only_its_requests(embedded_model, embedded_weights, caplog):
+    engine = TestEngine(
+        embedded_model, embedded_weights, runner=FailsOnce(3), max_num_seqs=2, max_num_batched_tokens=8
+    )
+    for i in range(4):
+        engine.add(str(i), [10 + i] * 6, GREEDY)
+    results = engine.run()
+    assert "step 3 failed" in caplog.text
+    failed = {name for name, output in results.items() if output.outputs[0].finish_reason == "error"}
+    assert failed == {"0", "1"}
+    for name, output in results.items():
+        if name in failed:
+            assert output.error == "EngineError: step 3 failed: ValueError('broken')"
+            assert output.finished
+        else:
+            assert len(output.outputs[0].token_ids) == 6
+            assert output.error is None
+    engine.add("later", [1, 2, 3], GREEDY)
+    assert len(engine.run()["later"].outputs[0].token_ids) == 6
+
+
+def test_an_interrupted_step_frees_its_blocks(embedded_model, embedded_weights):
+    engine = TestEngine(embedded_model, embedded_weights, runner=FailsOnce(2, KeyboardInterrupt()))
+    engine.add("a", [1, 2, 3], GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    kv = engine.scheduler.kv
+    assert kv.num_available_blocks == kv.pool.num_blocks
+    assert engine.run()["a"].outputs[0].finish_reason == "error"
+
+
+def test_an_abort_gives_what_there_is(embedded_model, embedded_weights):
+    engine = TestEngine(embedded_model, embedded_weights)
+    engine.add("a", [1, 2, 3], GREEDY)
+    engine.add("b", [1, 2, 3, 4], GREEDY)
+
+    def abort(step):
+        if step == 4:
+            engine.engine.abort_request("a")
+
+    results = engine.run(abort)
+    assert results["a"].outputs[0].finish_reason == "abort"
+    assert len(results["a"].outputs[0].token_ids) == 3
+    assert len(results["b"].outputs[0].token_ids) == 6
+
+
+def test_the_step_table_tells_what_happened(embedded_model, embedded_weights):
+    # Three requests of 2 to 10 tokens in a pool of 5 blocks of 4, 8 tokens a step.
+    engine = TestEngine(
+        embedded_model, embedded_weights, num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=8,
+        admission_headroom=0, enable_prefix_caching=False,
+    )  # fmt: skip
+    table = StepTable()
+    engine.engine.add_observer(table)
+    engine.add("a", [5] * 2, GREEDY)
+    engine.add("b", [6] * 10, GREEDY)
+    engine.add("c", [7] * 4, GREEDY)
+    engine.run()
+    text = table.render()
+    assert text.splitlines()[0].split() == ["step", "tokens", "a", "b", "c"]
+    assert "prefill 6 of 10" in text
+    assert "prefill 6+4 of 10" in text
+    assert "waiting: token budget used up" in text
+    assert "preempted" in text
+    assert "re-prefill" in text
+    assert text.count("→ end: length") == 3
+
+
+def test_stats_are_logged_once_per_interval(embedded_model, embedded_weights, caplog):
+    caplog.set_level("INFO", logger="treadle")
+    engine = TestEngine(embedded_model, embedded_weights)
+    engine.engine.add_observer(StatsLogger(engine.scheduler, engine.engine.clock, interval_s=1e-9))
+    engine.add("a", [1, 2, 3], GREEDY)
+    engine.run()
+    lines = [r.message for r in caplog.records if r.message.startswith("prompt ")]
+    assert len(lines) == 6
+    assert "running 1, waiting 0" in lines[0]

@@ -1,0 +1,72 @@
+"""Builds engines around weights that are already loaded, so that many schedules cost no loading."""
+
+from treadle.clock import SystemClock
+from treadle.config import CacheConfig, RequestLimits, SchedulerConfig
+from treadle.engine import Engine
+from treadle.runner import KVStorage, ModelRunner
+from treadle.scheduler import Scheduler
+from treadle.text.input_processor import InputProcessor
+from treadle.text.output_processor import OutputProcessor
+
+
+class TestEngine:
+    """An engine on given weights, that checks its invariants in every step."""
+
+    __test__ = False
+
+    def __init__(
+        self,
+        loaded,
+        model,
+        *,
+        num_blocks=400,
+        block_size=16,
+        enable_prefix_caching=True,
+        runner=None,
+        **scheduler,
+    ):
+        scheduler.setdefault("max_model_len", min(2048, num_blocks * block_size))
+        scheduler.setdefault("max_num_seqs", 32)
+        cache = CacheConfig(
+            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+        )
+        clock = SystemClock()
+        self.scheduler = Scheduler(SchedulerConfig(**scheduler), cache, clock)
+        storage = KVStorage(
+            model.config, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
+        )
+        # What was never written must not matter.
+        storage.keys.fill_(float("nan"))
+        storage.values.fill_(float("nan"))
+        self.runner = ModelRunner(model, storage, block_size)
+        if runner is not None:
+            self.runner = runner(self.runner)
+        limits = RequestLimits(max_model_len=scheduler["max_model_len"], vocab_size=model.config.vocab_size)
+        self.inputs = InputProcessor(loaded.tokenizer, limits, loaded.eos_token_ids)
+        self.engine = Engine(
+            self.scheduler, self.runner, OutputProcessor(loaded.tokenizer), clock, check_invariants=True
+        )
+
+    def add(self, name, prompt, params, *, stream=False):
+        (request,) = self.inputs.make_requests([name], [prompt], [params], arrival_time=0.0)
+        self.engine.add_request(request, stream=stream)
+        return request
+
+    def run(self, on_step=lambda step: None):
+        """Step until all is done: name → RequestOutput, the last one of each."""
+        results = {}
+        step = 0
+        while self.engine.has_unfinished_requests:
+            step += 1
+            on_step(step)
+            for output in self.engine.step():
+                results[output.request_id] = output
+        assert self.scheduler.kv.num_available_blocks == self.scheduler.kv.pool.num_blocks
+        return results
+
+    def generate(self, prompts, params, on_step=lambda step: None):
+        """Token ids of each prompt's continuation."""
+        for i, prompt in enumerate(prompts):
+            self.add(str(i), list(prompt), params)
+        results = self.run(on_step)
+        return [results[str(i)].outputs[0].token_ids for i in range(len(prompts))]

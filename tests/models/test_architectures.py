@@ -1,0 +1,201 @@
+"""Every supported architecture, tiny and with random weights, against transformers' own code."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+from engines import TestEngine
+from oracles import assert_greedy, reference_logits
+from test_oracle import logits_of
+from treadle import SamplingParams
+from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.models.llama import LlamaModel
+from treadle.models.registry import load_model
+
+VOCAB = 320
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+CASES = {
+    "llama2": ("Llama", {"num_key_value_heads": 6}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "smollm2": ("Llama", {"tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-bias": ("Qwen3", {"head_dim": 10, "attention_bias": True}),
+}
+
+
+def write_tokenizer(folder):
+    vocab = {f"<{i}>": i for i in range(VOCAB)}
+    Tokenizer(models.WordLevel(vocab, unk_token="<0>")).save(str(folder / "tokenizer.json"))
+
+
+def make_model(name, folder, **save):
+    family, changes = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        # Larger than the default initialization, so that every part matters; biases and norms too.
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.25) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder, **save)
+    write_tokenizer(folder)
+    return model
+
+
+def load(folder, dtype=torch.float32):
+    loaded = load_model(str(folder))
+    model = LlamaModel(
+        loaded.config, loaded.weights, dtype=dtype, device=torch.device("cpu"), max_model_len=512
+    )
+    return loaded, model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_transformers(name, tmp_path):
+    oracle = make_model(name, tmp_path)
+    loaded, model = load(tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (1, 5, 33, 64, 150)]
+    for prompt in prompts:
+        assert (logits_of(loaded, model, prompt) - reference_logits(oracle, prompt)).abs().max() < 1e-3
+    engine = TestEngine(loaded, model, max_model_len=400, max_num_batched_tokens=40)
+    outputs = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(oracle, prompt, output, eos_ids={2}, max_tokens=20)
+
+
+def test_shards(tmp_path):
+    oracle = make_model("llama3", tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded, model = load(tmp_path)
+    prompt = [5, 6, 7]
+    assert (logits_of(loaded, model, prompt) - reference_logits(oracle, prompt)).abs().max() < 1e-3
+
+
+def test_bfloat16_is_close(tmp_path):
+    oracle = make_model("qwen3", tmp_path)
+    loaded, model = load(tmp_path, torch.bfloat16)
+    prompt = list(range(3, 60))
+    ours, theirs = logits_of(loaded, model, prompt), reference_logits(oracle, prompt)
+    assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()
+
+
+def test_eos_list_and_sampling_defaults(tmp_path):
+    make_model("llama2", tmp_path)
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 7], "temperature": 0.6, "top_p": 0.9, "do_sample": True})
+    )
+    loaded, _ = load(tmp_path)
+    assert loaded.eos_token_ids == {2, 7}
+    assert loaded.sampling_defaults == {"temperature": 0.6, "top_p": 0.9}
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for name, value in changes.items():
+        if value is None:
+            del config[name]
+        else:
+            config[name] = value
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM is not supported; supported are LlamaFor",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope type 'yarn'.*default, linear, llama3",
+        ),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' are not supported"),
+    ],
+)
+def test_unsupported_is_named(changes, message, tmp_path):
+    make_model("llama2", tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(tmp_path))
+
+
+def test_missing_and_misshapen_weights_are_named(tmp_path):
+    make_model("llama2", tmp_path)
+    edit_config(tmp_path, intermediate_size=96)
+    with pytest.raises(
+        ModelLoadError, match=r"gate_proj.weight has shape \(80, 48\), the config needs \(96, 48\)"
+    ):
+        load(tmp_path)
+    edit_config(tmp_path, intermediate_size=80, num_hidden_layers=4)
+    with pytest.raises(ModelLoadError, match=r"lack model.layers.3\."):
+        load(tmp_path)
+
+
+def test_broken_files_are_named(tmp_path):
+    with pytest.raises(ModelLoadError, match="no config.json"):
+        load_model(str(tmp_path))
+    make_model("llama2", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelLoadError, match="cannot be read as safetensors"):
+        load_model(str(tmp_path))
+    weights.unlink()
+    with pytest.raises(ModelLoadError, match="no .safetensors files"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="config.json: cannot be read"):
+        load_model(str(tmp_path))
+
+
+def test_config_lacking_a_field(tmp_path):
+    make_model("llama2", tmp_path)
+    edit_config(tmp_path, hidden_size=None)
+    with pytest.raises(ModelLoadError, match=r"config.json lacks 'hidden_size'"):
+        load_model(str(tmp_path))
+
+
+def test_sliding_window_shorter_than_the_length(tmp_path):
+    from treadle import LLM
+    from treadle.errors import ConfigError
+
+    make_model("mistral", tmp_path)
+    edit_config(tmp_path, sliding_window=128)
+    with pytest.raises(ConfigError, match="set max_model_len to at most 128"):
+        LLM(str(tmp_path), dtype="float32")
+    LLM(str(tmp_path), dtype="float32", max_model_len=128, num_kv_blocks=20)

@@ -1,0 +1,108 @@
+"""The GGUF reader against the gguf package's own reader, and against broken files."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from gguf_files import write_llama_gguf
+from oracles import reference_logits
+from test_oracle import logits_of
+from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.models.llama import LlamaModel
+from treadle.models.loaders.gguf import SUPPORTED_TYPES
+from treadle.models.loaders.gguf_file import GGUFFile
+from treadle.models.registry import load_model
+
+
+def load_weights(path):
+    loaded = load_model(str(path))
+    model = LlamaModel(
+        loaded.config, loaded.weights, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64
+    )
+    return loaded, model
+
+
+def test_metadata_and_tensors_equal_the_gguf_package(embedded_path):
+    ours, theirs = GGUFFile(embedded_path), gguf.GGUFReader(embedded_path)
+    for key, field in theirs.fields.items():
+        if not key.startswith("GGUF."):
+            assert ours.metadata[key] == field.contents(), key
+    assert ours.tensors.keys() == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors[::20]:
+        info = ours.tensors[tensor.name]
+        assert info.shape == tuple(map(int, tensor.shape))[::-1]
+        assert np.array_equal(ours.raw(info, tensor.n_bytes), tensor.data.reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", SUPPORTED_TYPES)
+def test_every_type_computes_what_transformers_computes_on_its_values(kind, tmp_path):
+    path = tmp_path / "model.gguf"
+    oracle = write_llama_gguf(path, gguf.GGMLQuantizationType[kind])
+    loaded, model = load_weights(path)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    ours, theirs = logits_of(loaded, model, prompt), reference_logits(oracle, prompt)
+    assert (ours - theirs).abs().max() < 1e-3 * max(1.0, float(theirs.abs().max()))
+
+
+def test_rope_divisors_are_llama3_scaling(tmp_path):
+    path = tmp_path / "model.gguf"
+    oracle = write_llama_gguf(path, gguf.GGMLQuantizationType.F32, llama3_rope=True)
+    loaded, model = load_weights(path)
+    prompt = [i % 32 for i in range(60)]
+    assert (logits_of(loaded, model, prompt) - reference_logits(oracle, prompt)).abs().max() < 1e-3
+
+
+def test_unsupported_type_is_named(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_llama_gguf(path, gguf.GGMLQuantizationType.Q5_0)
+    loaded = load_model(str(path))
+    with pytest.raises(UnsupportedModelError, match="quantized as Q5_0; supported are F32"):
+        loaded.weights.get("model.layers.0.self_attn.q_proj.weight", (256, 256), torch.float32)
+
+
+def test_unsupported_architecture_is_named(tmp_path):
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(
+        UnsupportedModelError, match="'mamba' is not supported; supported are llama, qwen2, qwen3"
+    ):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize("length", [0, 3, 10, 100, 5_000, 1_000_000])
+def test_cut_off_files(length, embedded_path, tmp_path):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(embedded_path.read_bytes()[:length])
+    with pytest.raises(ModelLoadError, match=r"cut\.gguf"):
+        load_model(str(path))
+
+
+def test_a_file_cut_off_within_its_tensors(embedded_path, tmp_path):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(embedded_path.read_bytes()[:-5000])
+    with pytest.raises(ModelLoadError, match="cut off; .* needs bytes"):
+        load_weights(path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_scrambled_headers_are_errors_not_crashes(seed, embedded_path, tmp_path):
+    data = bytearray(embedded_path.read_bytes()[:3_000_000])
+    rng = np.random.default_rng(seed)
+    for position in rng.integers(4, 2_000, size=30):
+        data[position] = rng.integers(256)
+    path = tmp_path / "scrambled.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelLoadError):
+        load_weights(path)
+
+
+def test_not_gguf(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(ModelLoadError, match="is not a GGUF file"):
+        load_model(str(path))

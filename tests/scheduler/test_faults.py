@@ -1,0 +1,238 @@
+"""The kinds of fault that other engines had, one test each."""
+
+import pytest
+
+from toy import ToyEngine, toy_continuation
+from treadle.errors import ConfigError, EngineError, InvalidRequestError
+from treadle.scheduler import WaitReason
+
+B = 4
+
+
+@pytest.mark.parametrize("policy", ["chunked", "phased"])
+def test_a_lone_request_that_fills_the_pool(policy):
+    engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32, policy=policy)
+    prompt = list(range(20))
+    engine.add("a", prompt, max_tokens=100)
+    assert engine.run()["a"] == toy_continuation(prompt, 12)
+    assert engine.finished["a"].sequences[0].finish_reason == "length"
+    assert not any(plan.preempted for plan in engine.plans)
+
+
+@pytest.mark.parametrize("policy", ["chunked", "phased"])
+@pytest.mark.parametrize("chunk", [1, 3, 4, 5, 8, 16, 64])
+def test_prompts_at_block_edges_for_every_chunk(policy, chunk):
+    engine = ToyEngine(
+        num_blocks=64, block_size=B, max_num_seqs=1, max_num_batched_tokens=chunk, policy=policy
+    )
+    expected = {}
+    for length in [k * B + d for k in (1, 2, 3, 4) for d in (-1, 0, 1)]:
+        prompt = [length, *range(length - 1)]
+        engine.add(f"p{length}", prompt, max_tokens=6)
+        expected[f"p{length}"] = toy_continuation(prompt, 6)
+    assert engine.run() == expected
+
+
+def test_prompt_of_the_whole_length_and_one_less():
+    engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32)
+    with pytest.raises(InvalidRequestError, match="1 to 31 tokens.*got 32"):
+        engine.add("whole", list(range(32)))
+    assert engine.scheduler.num_unfinished_requests == 0
+    engine.add("one less", list(range(31)))
+    assert engine.run() == {"one less": toy_continuation(range(31), 1)}
+
+
+def test_a_pool_too_small_for_the_length_is_refused_at_the_start():
+    with pytest.raises(
+        ConfigError, match="at most the 32 tokens that the KV pool holds .8 blocks of 4.; got 33"
+    ):
+        ToyEngine(num_blocks=8, block_size=B, max_model_len=33)
+
+
+def test_a_budget_below_the_seats_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match=r"max_num_seqs \(8\).*got 7"):
+        ToyEngine(max_num_seqs=8, max_num_batched_tokens=7)
+
+
+def test_an_unknown_policy_is_named():
+    with pytest.raises(ConfigError, match="unknown policy 'fastest'; there are chunked, phased"):
+        ToyEngine(policy="fastest")
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8])
+def test_endless_arrivals_under_phased_delay_decodes_by_a_bounded_time(limit):
+    engine = ToyEngine(
+        num_blocks=500, block_size=B, policy="phased", max_num_seqs=8, max_num_batched_tokens=16,
+        max_model_len=200, max_consecutive_prefills=limit,
+    )  # fmt: skip
+    engine.add("victim", [1, 2, 3], max_tokens=20)
+    engine.step()
+    gaps, gap = [], 0
+    for i in range(400):
+        # Requests of one token free their seat at once, so that prompts never run out.
+        engine.add(f"new {i}", [i % 50] * 12, max_tokens=1)
+        plan = engine.step()
+        if len(plan.decode_rows):
+            gaps.append(gap)
+            gap = 0
+        else:
+            gap += 1
+        if "victim" in engine.finished:
+            break
+    assert engine.finished["victim"].sequences[0].output_token_ids == toy_continuation([1, 2, 3], 20)
+    assert max(gaps) == limit
+
+
+@pytest.mark.parametrize("policy", ["chunked", "phased"])
+def test_every_request_ends_under_endless_arrivals(policy):
+    engine = ToyEngine(num_blocks=24, block_size=B, policy=policy, max_num_seqs=4, max_model_len=64)
+    for i in range(300):
+        engine.add(f"r{i}", [i % 50] * (1 + i * 7 % 30), max_tokens=1 + i * 5 % 12)
+        engine.step()
+        engine.step()
+    last_admitted = [r.arrival_number for r in engine.finished.values()]
+    # First come, first served: nobody far behind ends before somebody far ahead.
+    waiting = [r.arrival_number for r in engine.scheduler.unfinished_requests()]
+    assert min(waiting) > max(last_admitted) - 40
+    engine.run()
+    assert len(engine.finished) == 300
+
+
+def test_the_victim_is_the_last_and_returns_to_its_place():
+    engine = ToyEngine(num_blocks=6, block_size=B, max_model_len=24, max_num_seqs=4, admission_headroom=0)
+    for name in "abcd":
+        engine.add(name, [ord(name) % 50] * 3, max_tokens=9)
+    victims = []
+    expected = {name: toy_continuation([ord(name) % 50] * 3, 9) for name in "abcd"}
+    while engine.scheduler.num_unfinished_requests:
+        plan = engine.step()
+        victims += [(p.request_id, p.for_request_id) for p in plan.preempted]
+        waiting = [r.request_id for r in engine.scheduler.waiting]
+        assert waiting == sorted(waiting)
+    assert victims[0][0] == "d"
+    assert all(victim >= cause for victim, cause in victims)
+    assert "a" not in {victim for victim, _ in victims}
+    assert engine.run() == expected
+
+
+def test_a_step_that_preempts_admits_nobody():
+    engine = ToyEngine(num_blocks=6, block_size=B, max_model_len=24, max_num_seqs=6, admission_headroom=0)
+    for i in range(8):
+        engine.add(f"r{i}", [i] * 3, max_tokens=10)
+    while engine.scheduler.num_unfinished_requests:
+        first_in_line = {r.request_id for r in engine.scheduler.waiting}
+        plan = engine.step()
+        if plan.preempted:
+            assert not {s.request_id for s in plan.sequences} & first_in_line
+            assert plan.refusal.reason is WaitReason.PREEMPTION
+
+
+def test_nobody_is_preempted_before_running_again():
+    engine = ToyEngine(num_blocks=12, block_size=B, max_model_len=48, max_num_seqs=8)
+    for i in range(24):
+        engine.add(f"r{i}", [i] * (3 + i % 9), max_tokens=20)
+    ran_since = {}
+    while engine.scheduler.num_unfinished_requests:
+        plan = engine.step()
+        for p in plan.preempted:
+            assert ran_since.get(p.request_id), p
+            ran_since[p.request_id] = False
+        for s in plan.sequences:
+            ran_since[s.request_id] = True
+    finished = engine.finished.values()
+    assert sum(r.metrics.num_preemptions for r in finished) / len(finished) < 3
+
+
+def test_recompute_after_a_hundred_outputs_in_chunks_of_eight():
+    engine = ToyEngine(
+        num_blocks=40, block_size=B, max_model_len=160, max_num_seqs=2, max_num_batched_tokens=8,
+        enable_prefix_caching=False, admission_headroom=0,
+    )  # fmt: skip
+    engine.add("old", [1, 2], max_tokens=150)
+    engine.add("young", [1, 2, 3], max_tokens=150)
+    tokens = engine.run()
+    assert tokens == {"old": toy_continuation([1, 2], 150), "young": toy_continuation([1, 2, 3], 150)}
+    assert engine.finished["young"].metrics.num_preemptions == 1
+    counts = [
+        s.count for plan in engine.plans for s in plan.sequences if s.request_id == "young" and s.start > 0
+    ]
+    assert counts
+    assert max(counts) <= 8
+
+
+def test_a_plan_has_to_come_back_before_the_next_one():
+    engine = ToyEngine()
+    engine.add("a", [1])
+    plan = engine.scheduler.schedule()
+    with pytest.raises(EngineError, match="before update"):
+        engine.scheduler.schedule()
+    engine.scheduler.update(plan, engine.runner.execute(plan))
+    with pytest.raises(EngineError, match="not the one being executed"):
+        engine.scheduler.update(plan, engine.runner.execute(plan))
+
+
+def test_a_name_in_use_is_refused():
+    engine = ToyEngine()
+    engine.add("a", [1])
+    with pytest.raises(InvalidRequestError, match="'a' is already in use"):
+        engine.add("a", [2])
+
+
+def test_unknown_names_are_ignored():
+    engine = ToyEngine()
+    engine.scheduler.abort("nobody")
+    assert engine.scheduler.take_finished() == []
+
+
+def test_more_stop_ids_than_fit_a_row():
+    engine = ToyEngine()
+    expected = toy_continuation([1, 2], 40, set(range(20)))
+    engine.add("a", [1, 2], max_tokens=40, stop_ids=range(20))
+    engine.add("b", [1, 2], max_tokens=40, stop_ids=[expected[-1]])
+    tokens = engine.run()
+    assert tokens["a"] == expected
+    assert engine.finished["a"].sequences[0].finish_reason == "stop"
+    assert engine.finished["a"].sequences[0].stop_reason == expected[-1]
+
+
+def test_waiting_is_explained():
+    engine = ToyEngine(num_blocks=4, block_size=B, max_model_len=16, max_num_seqs=4, max_num_batched_tokens=4)
+    engine.add("a", [1] * 4, max_tokens=9)
+    engine.add("b", [2] * 15, max_tokens=1)
+    assert engine.step().refusal.reason is WaitReason.NO_BUDGET
+    plan = engine.step()
+    assert (plan.refusal.request_id, plan.refusal.reason) == ("b", WaitReason.NO_BLOCKS)
+
+
+def test_the_same_arrivals_give_the_same_plans():
+    def trace():
+        engine = ToyEngine(num_blocks=12, block_size=B, max_model_len=48, policy="chunked")
+        for i in range(30):
+            engine.add(f"r{i}", [i % 7] * (1 + i * 11 % 30), max_tokens=1 + i * 3 % 15)
+            engine.step()
+        engine.run()
+        return [
+            (p.step, p.sequences, p.decode_rows.tolist(), p.preempted, p.refusal, p.num_batched_tokens)
+            for p in engine.plans
+        ]
+
+    assert trace() == trace()
+
+
+def test_prefill_that_is_also_the_last_step():
+    engine = ToyEngine()
+    engine.add("a", list(range(10)), max_tokens=1)
+    assert engine.run() == {"a": toy_continuation(range(10), 1)}
+    assert len(engine.plans) == 1
+    metrics = engine.finished["a"].metrics
+    assert metrics.first_token_time == metrics.finished_time
+
+
+def test_the_toy_runner_notices_a_lost_block():
+    """The tests above mean something only if a wrong block changes the tokens."""
+    engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32)
+    engine.add("a", list(range(10)), max_tokens=8)
+    engine.step()
+    tables = engine.scheduler.kv.block_tables
+    tables[0, [0, 1]] = tables[0, [1, 0]]
+    assert engine.run()["a"] != toy_continuation(range(10), 8)

@@ -1,0 +1,86 @@
+"""Who may import whom, and what loads without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import treadle
+
+SOURCE = Path(treadle.__file__).parent
+
+# The rooms in the order in which data flows; a room imports only rooms above it.
+ROOMS = [
+    {"errors", "_version"},
+    {"clock", "sampling_params", "outputs", "memory"},
+    {"request", "config"},
+    {"kvcache"},
+    {"scheduler"},
+    {"engine", "engine_config"},
+    {"text"},
+    {"kernels"},
+    {"models"},
+    {"runner"},
+    {"build"},
+    {"llm"},
+    {"cli"},
+    {"__main__"},
+]
+WITHOUT_TORCH = [
+    "kvcache",
+    "scheduler",
+    "engine",
+    "engine_config",
+    "text",
+    "sampling_params",
+    "request",
+    "cli.main",
+]
+
+
+def room_of(module):
+    return module.removeprefix("treadle").lstrip(".").split(".")[0]
+
+
+def level(room):
+    return next(i for i, rooms in enumerate(ROOMS) if room in rooms)
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("treadle"):
+            yield from (
+                [f"treadle.{alias.name}" for alias in node.names]
+                if node.module == "treadle"
+                else [node.module]
+            )
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("treadle."))
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_a_room_imports_only_rooms_above_it(path):
+    room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    if room == "__init__":
+        return
+    for module in imports(path):
+        other = room_of(module)
+        if other in ("LLM", "SamplingParams", "__version__"):
+            other = {"LLM": "llm", "SamplingParams": "sampling_params", "__version__": "_version"}[other]
+        assert level(other) < level(room) or other == room, f"{room} imports {other}"
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_loads_with_torch_blocked(module):
+    code = f"import sys; sys.modules['torch'] = None; import treadle.{module}"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_what_is_promised_is_there():
+    for name in treadle.__all__:
+        assert getattr(treadle, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = treadle.nothing
+    assert set(treadle.__all__) <= set(dir(treadle))

@@ -1,0 +1,63 @@
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from treadle.text import StopStringMatcher
+
+
+def feed(pieces, stops, **options):
+    """What is shown, piece by piece, and the stop string that was found."""
+    matcher = StopStringMatcher(stops, **options)
+    shown = []
+    for piece in pieces:
+        shown.append(matcher.push(piece))
+        if matcher.found is not None:
+            return shown, matcher.found
+    return [*shown, matcher.flush()], None
+
+
+def test_a_stop_string_over_four_pieces_is_never_partly_shown():
+    shown, found = feed(["Hello <", "|e", "n", "d|> more"], ["<|end|>"])
+    assert found == "<|end|>"
+    assert shown == ["Hello ", "", "", ""]
+
+
+def test_what_only_looked_like_one_is_shown():
+    assert feed(["a<|e", "x"], ["<|end|>"]) == (["a", "<|ex", ""], None)
+    assert feed(["a<|e"], ["<|end|>"]) == (["a", "<|e"], None)
+
+
+def test_the_earliest_wins_then_the_one_named_first():
+    assert feed(["one two three"], ["three", "two"]) == (["one "], "two")
+    assert feed(["abc"], ["b", "bc"]) == (["a"], "b")
+
+
+def test_it_can_be_kept():
+    assert feed(["ab", "cd"], ["bc"], include_in_output=True) == (["a", "bc"], "bc")
+
+
+def test_text_before_min_tokens_is_not_searched():
+    matcher = StopStringMatcher(["END"])
+    assert matcher.push("xEND E", may_stop=False) == "xEND E"
+    assert matcher.push("ND END") == "ND "
+    assert matcher.found == "END"
+
+
+PIECES = st.lists(st.text("ab<", min_size=1, max_size=4), max_size=12)
+STOPS = st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=1000)
+@given(pieces=PIECES, stops=STOPS, keep=st.booleans())
+def test_against_a_search_in_the_whole_text(pieces, stops, keep):
+    text = "".join(pieces)
+    shown, found = feed(pieces, stops, include_in_output=keep)
+    assert (found is not None) == any(stop in text for stop in stops)
+    if found is None:
+        assert "".join(shown) == text
+        return
+    start = text.find(found)
+    assert "".join(shown) == (text[: start + len(found)] if keep else text[:start])
+    # The text ends with the piece in which the first stop string is complete.
+    first_complete = min(text.find(stop) + len(stop) for stop in stops if stop in text)
+    assert start + len(found) >= first_complete
+    assert len("".join(pieces[: len(shown) - 1])) < first_complete
