@@ -1,6 +1,5 @@
 """LLM: the offline API. Names, keywords and results are those of vLLM's LLM class."""
 
-import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from treadle.build import build_engine
 from treadle.engine import Engine
 from treadle.engine_config import EngineConfig
 from treadle.errors import InvalidRequestError
+from treadle.logs import show_logs
 from treadle.outputs import RequestOutput
 from treadle.request import Request
 from treadle.sampling_params import SamplingParams
@@ -26,6 +26,9 @@ Conversation = Sequence[Message]
 
 class LLM:
     """A model with its engine, for offline use.
+
+    Log lines (the pool's size at the start, statistics every few seconds) go to standard error unless the
+    program handles the logger "treadle" itself; TREADLE_LOG_LEVEL=WARNING silences them.
 
     Args:
         model: the embedded model's name, a folder in Hugging Face layout, a .gguf file, or a hub id.
@@ -48,6 +51,7 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = EngineConfig(model=model, **options)
+        show_logs()
         self._built = build_engine(self.config, on_progress)
         self._num_requests = 0
 
@@ -266,7 +270,5 @@ def _interrupt_between_steps() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, previous)
 
-
-logging.getLogger("treadle").addHandler(logging.NullHandler())
 
 __all__ = ["LLM"]

@@ -1,7 +1,6 @@
 """The `treadle` command: parses options, runs a sub-command, turns errors into one line."""
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from treadle import __version__
 from treadle.cli import chat, generate, models
 from treadle.errors import TreadleError
+from treadle.logs import show_logs
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -32,12 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = make_parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.ERROR if args.quiet else logging.WARNING, format="%(message)s", stream=sys.stderr
-    )
-    if not args.quiet:
-        logging.getLogger("treadle").setLevel(logging.INFO)
     try:
+        show_logs("ERROR" if args.quiet else None)
         status: int = args.run(args)
         sys.stdout.flush()
         return status

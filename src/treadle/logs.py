@@ -1,0 +1,30 @@
+"""Where Treadle's log lines go: to standard error, unless the program has set up logging itself."""
+
+import logging
+import os
+
+from treadle.errors import ConfigError
+
+LEVEL_VARIABLE = "TREADLE_LOG_LEVEL"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def show_logs(level: str | None = None) -> None:
+    """Print Treadle's log lines to standard error, if nobody handles them yet.
+
+    Args:
+        level: the least serious level to show; from the environment (TREADLE_LOG_LEVEL) or INFO if None.
+
+    Raises:
+        ConfigError: the environment names no level.
+    """
+    level = level or os.environ.get(LEVEL_VARIABLE, "INFO").upper()
+    if level not in LEVELS:
+        raise ConfigError(LEVEL_VARIABLE, f"must be one of {', '.join(LEVELS)}; got {level!r}")
+    logger = logging.getLogger("treadle")
+    if logger.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level)
