@@ -5,7 +5,7 @@ from treadle.config import CacheConfig, RequestLimits, SchedulerConfig
 from treadle.engine import Engine
 from treadle.runner import KVStorage, ModelRunner
 from treadle.scheduler import Scheduler
-from treadle.text.input_processor import InputProcessor
+from treadle.text.input_processor import InputProcessor, RequestOptions
 from treadle.text.output_processor import OutputProcessor
 
 
@@ -22,18 +22,27 @@ class TestEngine:
         num_blocks=400,
         block_size=16,
         enable_prefix_caching=True,
+        num_host_blocks=0,
         runner=None,
         **scheduler,
     ):
         scheduler.setdefault("max_model_len", min(2048, num_blocks * block_size))
         scheduler.setdefault("max_num_seqs", 32)
         cache = CacheConfig(
-            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
         )
         clock = SystemClock()
         self.scheduler = Scheduler(SchedulerConfig(**scheduler), cache, clock)
         storage = KVStorage(
-            model.config, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
+            model.config,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=model.device,
         )
         # What was never written must not matter.
         storage.keys.fill_(float("nan"))
@@ -47,8 +56,10 @@ class TestEngine:
             self.scheduler, self.runner, OutputProcessor(loaded.tokenizer), clock, check_invariants=True
         )
 
-    def add(self, name, prompt, params, *, stream=False):
-        (request,) = self.inputs.make_requests([name], [prompt], [params], arrival_time=0.0)
+    def add(self, name, prompt, params, *, stream=False, **options):
+        (request,) = self.inputs.make_requests(
+            [name], [prompt], [params], [RequestOptions(**options)], arrival_time=0.0
+        )
         self.engine.add_request(request, stream=stream)
         return request
 

@@ -14,7 +14,7 @@ SOURCE = Path(treadle.__file__).parent
 # The rooms in the order in which data flows; a room imports only rooms above it.
 ROOMS = [
     {"errors", "_version"},
-    {"clock", "sampling_params", "outputs", "memory", "logs"},
+    {"clock", "sampling_params", "outputs", "memory", "logs", "lora"},
     {"request", "config"},
     {"kvcache"},
     {"scheduler"},
@@ -52,9 +52,7 @@ def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("treadle"):
             yield from (
-                [f"treadle.{alias.name}" for alias in node.names]
-                if node.module == "treadle"
-                else [node.module]
+                [f"treadle.{alias.name}" for alias in node.names] if node.module == "treadle" else [node.module]
             )
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("treadle."))

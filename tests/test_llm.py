@@ -91,9 +91,7 @@ def test_streams_join_to_the_whole(llm):
     names = [str(int(first) + i) for i in range(3)]
     assert [ids[n] for n in names] == [o.outputs[0].token_ids for o in whole]
     assert [texts[n] for n in names] == [text(o) for o in whole]
-    assert [[set(p) for p in logprobs[n]] for n in names] == [
-        [set(p) for p in o.outputs[0].logprobs] for o in whole
-    ]
+    assert [[set(p) for p in logprobs[n]] for n in names] == [[set(p) for p in o.outputs[0].logprobs] for o in whole]
 
 
 def test_a_stream_closed_early_frees_its_blocks(llm):
@@ -187,9 +185,7 @@ def check_position(position, expected, token, num_top):
 
 def test_seeds_repeat_and_differ(llm):
     def run(**kwargs):
-        return [
-            text(o) for o in generate(llm, ["Once upon a time"] * 3, SamplingParams(max_tokens=12, **kwargs))
-        ]
+        return [text(o) for o in generate(llm, ["Once upon a time"] * 3, SamplingParams(max_tokens=12, **kwargs))]
 
     assert run(seed=1) == run(seed=1)
     assert len(set(run(seed=1))) == 1
@@ -297,7 +293,7 @@ def test_limits_of_this_engine(llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheduler": "fastest"}, "unknown policy 'fastest'; there are chunked, phased"),
+        ({"scheduler": "fastest"}, "unknown policy 'fastest'; there are chunked, phased, prefill-first, three-phase"),
         ({"max_num_seqs": 0}, "max_num_seqs: must be at least 1, got 0"),
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 8},
@@ -331,9 +327,7 @@ def test_settings_that_do_not_fit_the_model():
 def test_prompt_longer_than_the_pool(caplog):
     small = LLM(dtype="float32", num_kv_blocks=10, log_stats_interval_s=0)
     assert "max_model_len is cut from 8192 to 160" in caplog.text
-    with pytest.raises(
-        InvalidRequestError, match="at most 159 leave room.*the KV pool of 10 blocks holds 160"
-    ):
+    with pytest.raises(InvalidRequestError, match="at most 159 leave room.*the KV pool of 10 blocks holds 160"):
         generate(small, [1] * 160, GREEDY)
     (output,) = generate(small, [5] * 159, GREEDY)
     assert len(output.outputs[0].token_ids) == 1

@@ -45,6 +45,8 @@ def logits_of(loaded, model, prompt):
     seen = []
 
     class Spy:
+        supports_lora = False
+
         def __init__(self, runner):
             self._runner = runner
             self._forward = model.forward

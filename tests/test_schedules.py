@@ -14,9 +14,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 def alone(embedded_model, embedded_weights):
     """Each prompt run by itself, whole."""
     ids = prompts(embedded_model.tokenizer)
-    engine = TestEngine(
-        embedded_model, embedded_weights, enable_prefix_caching=False, max_num_batched_tokens=2048
-    )
+    engine = TestEngine(embedded_model, embedded_weights, enable_prefix_caching=False, max_num_batched_tokens=2048)
     return ids, [engine.generate([prompt], GREEDY)[0] for prompt in ids]
 
 
@@ -40,9 +38,7 @@ def test_all_together(policy, caching, alone, oracle, embedded_model, embedded_w
 
 @pytest.mark.parametrize("chunk", [7, 64, 512])
 def test_chunks(chunk, alone, oracle, embedded_model, embedded_weights):
-    engine = TestEngine(
-        embedded_model, embedded_weights, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 6)
-    )
+    engine = TestEngine(embedded_model, embedded_weights, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 6))
     check(alone, oracle, engine.generate(alone[0], GREEDY))
 
 
@@ -72,7 +68,7 @@ def check_preempted(policy, caching, expected, num_blocks, least, oracle, embedd
     preemptions = []
 
     class Count:
-        def on_schedule(self, plan, waiting):
+        def on_schedule(self, plan):
             preemptions.extend(plan.preempted)
 
         def on_update(self, plan, finished):

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 from treadle._version import __version__
 
 if TYPE_CHECKING:
-    from treadle.llm import LLM
+    from treadle.llm import LLM, BeamSearchParams
+    from treadle.lora import LoRARequest
     from treadle.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from treadle.sampling_params import SamplingParams
 
 _HOMES = {
     "LLM": "treadle.llm",
+    "BeamSearchParams": "treadle.llm",
+    "LoRARequest": "treadle.lora",
     "SamplingParams": "treadle.sampling_params",
     "RequestOutput": "treadle.outputs",
     "CompletionOutput": "treadle.outputs",
@@ -24,7 +27,9 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",

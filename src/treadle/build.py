@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from treadle.clock import SystemClock
 from treadle.config import CacheConfig, RequestLimits
 from treadle.engine import Engine
-from treadle.engine.observers import StatsLogger
-from treadle.engine_config import EngineConfig, parse_memory_size
+from treadle.engine.observers import StatsLogger, StepObserver
+from treadle.engine.recorder import StepRecorder
+from treadle.engine_config import EngineConfig, parse_memory_size, parse_swap_space
 from treadle.errors import ConfigError
 from treadle.memory import available_bytes
 from treadle.models.config import ModelConfig
@@ -87,9 +89,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
             f"the KV pool of {cache_config.num_blocks} blocks holds {cache_config.num_slots} tokens; "
             f"raise num_kv_blocks or kv_cache_memory"
         )
-        logger.warning(
-            "max_model_len is cut from %d to %d: %s", max_model_len, cache_config.num_slots, reason
-        )
+        logger.warning("max_model_len is cut from %d to %d: %s", max_model_len, cache_config.num_slots, reason)
         max_model_len = cache_config.num_slots
     scheduler_config = config.scheduler_config(max_model_len)
     clock = SystemClock()
@@ -97,11 +97,14 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     storage = KVStorage(
         model_config,
         num_blocks=cache_config.num_blocks,
+        num_host_blocks=cache_config.num_host_blocks,
         block_size=cache_config.block_size,
         dtype=dtype,
         device=device,
     )
-    observers = []
+    observers: list[StepObserver] = []
+    if config.record is not None:
+        observers.append(StepRecorder(Path(config.record), scheduler, clock))
     if config.log_stats_interval_s > 0:
         observers.append(StatsLogger(scheduler, clock, config.log_stats_interval_s))
     engine = Engine(
@@ -126,10 +129,11 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     )  # fmt: skip
     logger.info(
         "KV pool: %d blocks of %d = %d tokens (%.0f MiB), room for %.1f requests of max_model_len %d; "
-        "at most %d sequences, %d tokens a step, scheduler %s",
+        "%d more to swap to; at most %d sequences, %d tokens a step, scheduler %s, order %s",
         cache_config.num_blocks, cache_config.block_size, cache_config.num_slots, pool_bytes / 2**20,
-        cache_config.num_slots / max_model_len, max_model_len, scheduler_config.max_num_seqs,
-        scheduler_config.max_num_batched_tokens, scheduler_config.policy,
+        cache_config.num_slots / max_model_len, max_model_len, cache_config.num_host_blocks,
+        scheduler_config.max_num_seqs, scheduler_config.max_num_batched_tokens, scheduler_config.policy,
+        scheduler_config.order,
     )  # fmt: skip
     return BuiltEngine(
         engine=engine,
@@ -206,6 +210,7 @@ def _cache_config(
         num_blocks = max(1, min(useful, budget // block_bytes))
     return CacheConfig(
         num_blocks=num_blocks,
+        num_host_blocks=parse_swap_space(config.swap_space) // block_bytes,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )

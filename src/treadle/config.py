@@ -10,6 +10,7 @@ from treadle.sampling_params import SamplingParams, check_token_ids
 
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +22,19 @@ class SchedulerConfig:
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens that one step computes.
         policy: the phase policy by name.
+        order: who goes first, by name.
+        preemption_mode: how a request gives up its blocks: "recompute", "swap", or "auto" (one sequence is
+            computed again, several are swapped); without room in the host tier it is always computed again.
         admission_headroom: free blocks that an admission leaves per running sequence, so that the
             newcomer is not thrown out at the next block edge.
         max_consecutive_prefills: policy `phased` only: after this many prefill steps in a row, sequences
             that wait to decode get a step.
+        num_lookahead_slots: slots beyond its next token that each decoding sequence gets in a step, for
+            speculative decoding; they count as tokens.
+        max_loras: most LoRA adapters in one step.
+        age_limit_s: seconds after which a waiting request goes before all that have waited less; None for never.
+        max_num_queued_requests, max_num_queued_tokens: most requests, and tokens of their prompts, that may
+            wait; None for any number.
         seed: of requests that bring none of their own.
     """
 
@@ -32,8 +42,15 @@ class SchedulerConfig:
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
     policy: str = "chunked"
+    order: str = "fcfs"
+    preemption_mode: str = "auto"
     admission_headroom: int = 1
     max_consecutive_prefills: int = 8
+    num_lookahead_slots: int = 0
+    max_loras: int = 1
+    age_limit_s: float | None = 60.0
+    max_num_queued_requests: int | None = None
+    max_num_queued_tokens: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -42,12 +59,26 @@ class SchedulerConfig:
         check_count("max_num_batched_tokens", self.max_num_batched_tokens)
         check_count("admission_headroom", self.admission_headroom, low=0)
         check_count("max_consecutive_prefills", self.max_consecutive_prefills)
+        check_count("num_lookahead_slots", self.num_lookahead_slots, low=0)
+        check_count("max_loras", self.max_loras, low=0)
         check_count("seed", self.seed, low=0)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        for name in ("max_num_queued_requests", "max_num_queued_tokens"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.age_limit_s is not None and not self.age_limit_s > 0:
+            raise ConfigError("age_limit_s", f"must be greater than 0 or None, got {self.age_limit_s}")
+        if self.preemption_mode not in PREEMPTION_MODES:
+            raise ConfigError(
+                "preemption_mode",
+                f"must be one of {', '.join(PREEMPTION_MODES)}; got {self.preemption_mode!r}",
+            )
+        tokens_of_one = 1 + self.num_lookahead_slots
+        if self.max_num_batched_tokens < self.max_num_seqs * tokens_of_one:
+            each = f" times 1 + num_lookahead_slots ({tokens_of_one})" if self.num_lookahead_slots else ""
             raise ConfigError(
                 "max_num_batched_tokens",
-                f"must be at least max_num_seqs ({self.max_num_seqs}), so that every running sequence can "
-                f"decode in each step; got {self.max_num_batched_tokens}",
+                f"must be at least max_num_seqs ({self.max_num_seqs}){each}, so that every running sequence "
+                f"can decode in each step; got {self.max_num_batched_tokens}",
             )
 
 
@@ -57,16 +88,19 @@ class CacheConfig:
 
     Attributes:
         num_blocks: blocks of the device tier.
+        num_host_blocks: blocks of the host tier, where swapped requests rest.
         block_size: token slots of a block.
         enable_prefix_caching: whether finished blocks stay findable for other requests.
     """
 
     num_blocks: int
+    num_host_blocks: int = 0
     block_size: int = 16
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         check_count("num_kv_blocks", self.num_blocks)
+        check_count("num_host_blocks", self.num_host_blocks, low=0)
         check_count("block_size", self.block_size)
 
     @property

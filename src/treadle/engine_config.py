@@ -1,5 +1,6 @@
 """What a user can set, checked before a model is loaded. Imports no torch."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from treadle.config import (
     check_count,
 )
 from treadle.errors import ConfigError
-from treadle.scheduler.policies import PHASE_POLICIES
+from treadle.scheduler.policies.registry import WHOLE_PROMPT_POLICIES, check_policy_names
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The embedded model."""
@@ -39,12 +40,19 @@ class EngineConfig:
         kv_cache_memory: bytes of the KV pool, as a number or as text ("512M", "2GiB").
         enable_prefix_caching: whether prompts share the KV of equal beginnings.
         scheduler: phase policy by name.
+        order: who goes first, by name.
+        preemption_mode: how a request gives up its blocks: auto, recompute or swap.
+        swap_space: GiB of memory for the blocks of swapped requests.
         admission_headroom: free blocks per running sequence that an admission leaves.
-        max_consecutive_prefills: policy `phased`: prefill steps in a row while others wait to decode.
+        max_consecutive_prefills: policies `phased` and `prefill-first`: prefill steps in a row while others
+            wait to decode.
+        age_limit_s: seconds after which a waiting request goes before all that have waited less.
+        max_num_queued_requests, max_num_queued_tokens: most requests, and tokens of their prompts, that wait.
         seed: of requests that bring none.
         max_logprobs: most logprobs that a request may ask for.
         log_stats_interval_s: seconds between lines of statistics; 0 for none.
         check_invariants: check the scheduler's state in every step.
+        record: file to record every step in, for `treadle explain`.
     """
 
     model: str = DEFAULT_MODEL
@@ -58,12 +66,19 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     enable_prefix_caching: bool = True
     scheduler: str = "chunked"
+    order: str = "fcfs"
+    preemption_mode: str = "auto"
+    swap_space: float = 1.0
     admission_headroom: int = 1
     max_consecutive_prefills: int = 8
+    age_limit_s: float | None = 60.0
+    max_num_queued_requests: int | None = None
+    max_num_queued_tokens: int | None = None
     seed: int = 0
     max_logprobs: int = 20
     log_stats_interval_s: float = 5.0
     check_invariants: bool = False
+    record: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -71,11 +86,6 @@ class EngineConfig:
         for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
             if getattr(self, name) not in choices:
                 raise ConfigError(name, f"must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        if self.scheduler not in PHASE_POLICIES:
-            raise ConfigError(
-                "scheduler",
-                f"unknown policy {self.scheduler!r}; there are {', '.join(sorted(PHASE_POLICIES))}",
-            )
         if self.max_model_len is not None:
             check_count("max_model_len", self.max_model_len, low=2)
         check_count("max_num_seqs", self.max_num_seqs)
@@ -87,21 +97,29 @@ class EngineConfig:
                 raise ConfigError("num_kv_blocks", "give at most one of num_kv_blocks and kv_cache_memory")
         if self.kv_cache_memory is not None:
             parse_memory_size("kv_cache_memory", self.kv_cache_memory)
+        parse_swap_space(self.swap_space)
         # The scheduler's own limits, before a model is loaded for nothing.
-        self.scheduler_config(max_model_len=self.max_model_len or 2)
+        check_policy_names(self.scheduler_config(max_model_len=self.max_model_len or 2))
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, once the length is known."""
         budget = self.max_num_batched_tokens
         if budget is None:
             budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs)
+            if self.scheduler in WHOLE_PROMPT_POLICIES:
+                budget = max(budget, max_model_len)
         return SchedulerConfig(
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=budget,
             policy=self.scheduler,
+            order=self.order,
+            preemption_mode=self.preemption_mode,
             admission_headroom=self.admission_headroom,
             max_consecutive_prefills=self.max_consecutive_prefills,
+            age_limit_s=self.age_limit_s,
+            max_num_queued_requests=self.max_num_queued_requests,
+            max_num_queued_tokens=self.max_num_queued_tokens,
             seed=self.seed,
         )
 
@@ -115,3 +133,10 @@ def parse_memory_size(field: str, value: Any) -> int:
         value = int(float(match[1]) * _UNITS[match[2].upper()])
     check_count(field, value)
     return int(value)
+
+
+def parse_swap_space(value: Any) -> int:
+    """Bytes of a swap space given in GiB; ConfigError for anything but a number from 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError("swap_space", f"must be a number of GiB from 0, got {value!r}")
+    return int(value * 2**30)

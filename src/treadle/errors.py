@@ -7,6 +7,7 @@
     ├── ConfigError (ValueError)           an engine setting that cannot work
     ├── ModelLoadError (ValueError)        a model that cannot be found or read
     │   └── UnsupportedModelError          readable, but not something Treadle computes
+    ├── Overloaded (RuntimeError)          the queue is full; the request may be sent again later
     └── EngineError (RuntimeError)         the engine failed while serving
 """
 
@@ -41,6 +42,19 @@ class ModelLoadError(TreadleError, ValueError):
 
 class UnsupportedModelError(ModelLoadError):
     """A model that Treadle can read but does not know how to compute."""
+
+
+class Overloaded(TreadleError, RuntimeError):  # noqa: N818 - a state of the engine, not a mistake
+    """The queue of waiting requests is full. Nothing was queued.
+
+    Attributes:
+        num_queued_requests, num_queued_tokens: what waits now.
+    """
+
+    def __init__(self, message: str, num_queued_requests: int, num_queued_tokens: int) -> None:
+        super().__init__(message)
+        self.num_queued_requests = num_queued_requests
+        self.num_queued_tokens = num_queued_tokens
 
 
 class EngineError(TreadleError, RuntimeError):

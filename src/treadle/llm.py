@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any
 
@@ -17,11 +18,41 @@ from treadle.logs import show_logs
 from treadle.outputs import RequestOutput
 from treadle.request import Request
 from treadle.sampling_params import SamplingParams
-from treadle.text.input_processor import Prompt, as_prompt_list
+from treadle.text.input_processor import Prompt, RequestOptions, as_prompt_list
 from treadle.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """What a beam search looks for. Names and defaults are those of vLLM's BeamSearchParams.
+
+    Attributes:
+        beam_width: continuations that are kept, and returned.
+        max_tokens: longest output.
+        ignore_eos: do not end at the model's end-of-sequence ids.
+        length_penalty: a sequence's log-probability is divided by its length to this power.
+        early_stopping: True, False or "never", as in SamplingParams.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def sampling_params(self) -> SamplingParams:
+        """The same as SamplingParams."""
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+        )
 
 
 class LLM:
@@ -89,6 +120,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Continue prompts; returns one RequestOutput per prompt, in the order given.
 
@@ -96,12 +128,32 @@ class LLM:
             prompts: text, token ids, {"prompt": …} or {"prompt_token_ids": …}; one of them or a list.
             sampling_params: for all prompts, or one per prompt; the model's defaults if None.
             use_tqdm: show a progress bar.
+            options: `priority`, `tenant`, `deadline_s`, `lora_request` (RequestOptions); each for all
+                prompts, or a list with one per prompt.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; nothing was run.
+            Overloaded: more prompts than may wait; nothing was run.
         """
-        requests = self._make_requests(as_prompt_list(prompts), sampling_params)
+        requests = self._make_requests(as_prompt_list(prompts), sampling_params, options)
         return self._run(requests, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Find the most likely continuations; each RequestOutput's `outputs` are the beams, best first.
+
+        Args:
+            prompts: as in `generate`.
+            params: of the search.
+            use_tqdm, options: as in `generate`.
+        """
+        return self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm, **options)
 
     def chat(
         self,
@@ -110,6 +162,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, rendered with the model's chat template.
 
@@ -118,6 +171,7 @@ class LLM:
             sampling_params: as in `generate`.
             use_tqdm: show a progress bar.
             add_generation_prompt: end each prompt with the opening of the assistant's turn.
+            options: as in `generate`.
 
         Raises:
             InvalidRequestError: as in `generate`; also when messages are malformed or the model has no
@@ -127,7 +181,7 @@ class LLM:
         if not isinstance(messages, (list, tuple)) or not messages or isinstance(messages[0], Mapping):
             conversations = [messages]
         prompts = [self.render_chat(c, add_generation_prompt=add_generation_prompt) for c in conversations]
-        requests = self._make_requests(prompts, sampling_params, add_special_tokens=False)
+        requests = self._make_requests(prompts, sampling_params, options, add_special_tokens=False)
         return self._run(requests, use_tqdm)
 
     def render_chat(self, messages: Conversation, *, add_generation_prompt: bool = True) -> str:
@@ -143,6 +197,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_special_tokens: bool = True,
+        **options: Any,
     ) -> Iterator[RequestOutput]:
         """Continue prompts and yield what is new after every token, as it comes.
 
@@ -153,16 +208,20 @@ class LLM:
             prompts, sampling_params: as in `generate`; checked before the iterator is returned.
             add_special_tokens: False for text that already has the model's special tokens, as from
                 `render_chat`.
+            options: as in `generate`.
         """
         requests = self._make_requests(
-            as_prompt_list(prompts), sampling_params, add_special_tokens=add_special_tokens
+            as_prompt_list(prompts), sampling_params, options, add_special_tokens=add_special_tokens
         )
+        for request in requests:
+            self.engine.check(request, stream=True)
         return self._stream(requests)
 
     def _make_requests(
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: Mapping[str, Any],
         *,
         add_special_tokens: bool = True,
     ) -> list[Request]:
@@ -172,6 +231,7 @@ class LLM:
             ids,
             prompts,
             params,
+            _options_per_prompt(len(prompts), options),
             arrival_time=self.engine.clock.now(),
             add_special_tokens=add_special_tokens,
         )
@@ -187,9 +247,7 @@ class LLM:
             return [sampling_params] * num_prompts
         params = list(sampling_params)
         if len(params) != num_prompts:
-            raise InvalidRequestError(
-                "sampling_params", f"there are {len(params)} of them for {num_prompts} prompts"
-            )
+            raise InvalidRequestError("sampling_params", f"there are {len(params)} of them for {num_prompts} prompts")
         for param in params:
             if not isinstance(param, SamplingParams):
                 raise InvalidRequestError("sampling_params", f"must be SamplingParams, got {param!r}")
@@ -206,7 +264,7 @@ class LLM:
             while len(results) < len(requests):
                 for output in self.engine.step():
                     results[output.request_id] = output
-                    num_tokens += len(output.outputs[0].token_ids)
+                    num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
                     bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
                     bar.update()
                 check_interrupt()
@@ -236,6 +294,20 @@ class LLM:
                     self.engine.abort_request(request.request_id)
             if self.engine.has_unfinished_requests and not self.engine.scheduler.num_unfinished_requests:
                 self.engine.step()  # takes the aborted ones' outputs, which nobody wants
+
+
+def _options_per_prompt(num_prompts: int, options: Mapping[str, Any]) -> list[RequestOptions]:
+    """RequestOptions for each prompt, out of keywords whose values are for all prompts or lists."""
+    known = {field.name for field in fields(RequestOptions)}
+    for name, value in options.items():
+        if name not in known:
+            raise TypeError(f"unexpected keyword {name!r}; there are {', '.join(sorted(known))}")
+        if isinstance(value, list) and len(value) != num_prompts:
+            raise InvalidRequestError(name, f"there are {len(value)} of them for {num_prompts} prompts")
+    return [
+        RequestOptions(**{k: v[i] if isinstance(v, list) else v for k, v in options.items()})
+        for i in range(num_prompts)
+    ]
 
 
 @contextmanager
@@ -271,4 +343,4 @@ def _interrupt_between_steps() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, previous)
 
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "BeamSearchParams"]

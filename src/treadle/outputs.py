@@ -1,6 +1,6 @@
 """What a caller gets back. Shapes and names are those of vLLM's RequestOutput."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,21 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class PreemptionRecord:
+    """One time that a request lost its blocks.
+
+    Attributes:
+        step: in which step.
+        mode: "recompute" or "swap".
+        for_request_id: who needed them; the request itself when nobody was behind it.
+    """
+
+    step: int
+    mode: str
+    for_request_id: str
+
+
 @dataclass(slots=True)
 class RequestMetrics:
     """When things happened to a request, in seconds on the engine's clock.
@@ -59,7 +74,7 @@ class RequestMetrics:
         first_token_time: when its first token was sampled.
         last_token_time: when its latest token was sampled.
         finished_time: when it ended.
-        num_preemptions: how often it lost its blocks and had to come back.
+        preemptions: each time it lost its blocks and had to come back.
         num_cached_tokens: prompt tokens it took from the prefix cache at its first admission.
     """
 
@@ -68,8 +83,13 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
-    num_preemptions: int = 0
+    preemptions: list[PreemptionRecord] = field(default_factory=list)
     num_cached_tokens: int = 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it lost its blocks."""
+        return len(self.preemptions)
 
     @property
     def time_in_queue(self) -> float | None:

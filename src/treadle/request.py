@@ -5,19 +5,24 @@ while it runs they are one row of the batch's arrays (`bind`), where the runner 
 updates all rows at once.
 """
 
+import math
 from collections.abc import Sequence as AbstractSequence
 from enum import Enum, StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from treadle.lora import LoRARequest
 from treadle.outputs import RequestMetrics
 from treadle.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
 
-Rank = tuple[int, ...]
-"""A request's place in every queue; smaller goes first. Set once, when the request is added."""
+Rank = tuple[int, float, int]
+"""A request's place in every queue; smaller goes first: (0 if aged else 1, key of the order, arrival number).
+
+It is set when the request is added and changes at most once, when it ages.
+"""
 
 NUM_TOKENS, NUM_COMPUTED = 0, 1
 """Columns of a sequence's counters."""
@@ -29,6 +34,7 @@ class RequestStatus(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
@@ -50,18 +56,33 @@ class Sequence:
         row: its row in the batch while it runs, else None.
         finish_reason: why it ended, None before.
         stop_reason: the stop string or id that ended it.
+        cumulative_logprob: sum of its tokens' log-probabilities; beam search only.
+        shares: (sequence, number of tokens) whose KV this one shares and has to wait for, while a group is
+            computed again; None when there is nothing to wait for.
     """
 
-    __slots__ = ("_counters", "_token_ids", "finish_reason", "index", "request", "row", "stop_reason")
+    __slots__ = (
+        "_counters",
+        "_token_ids",
+        "cumulative_logprob",
+        "finish_reason",
+        "index",
+        "request",
+        "row",
+        "shares",
+        "stop_reason",
+    )
 
-    def __init__(self, request: "Request", index: int) -> None:
+    def __init__(self, request: "Request", index: int, token_ids: IntArray, num_computed_tokens: int = 0) -> None:
         self.request = request
         self.index = index
         self.row: int | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self._token_ids: IntArray = request.prompt_token_ids
-        self._counters: IntArray = np.array([len(request.prompt_token_ids), 0], dtype=np.int32)
+        self.cumulative_logprob = 0.0
+        self.shares: tuple[Sequence, int] | None = None
+        self._token_ids = token_ids
+        self._counters: IntArray = np.array([len(token_ids), num_computed_tokens], dtype=np.int32)
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +103,16 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_tokens_to_prefill(self) -> int:
+        """Known tokens to compute before the sequence decodes.
+
+        The last one is among them, because it gives the next token; not so in beam search after the first
+        step, where the last tokens of all beams are computed together.
+        """
+        beam_goes_on = self.request.sampling_params.use_beam_search and self.num_output_tokens > 0
+        return self.num_tokens - beam_goes_on
 
     @property
     def token_ids(self) -> IntArray:
@@ -121,9 +152,15 @@ class Sequence:
         """Say that the KV of the first `count` tokens is (still) written."""
         self._counters[NUM_COMPUTED] = count
 
+    def replace_tokens(self, token_ids: IntArray, num_computed_tokens: int) -> None:
+        """Become a stream with other tokens (beam search: a beam takes the place of another)."""
+        self._token_ids[: len(token_ids)] = token_ids
+        self._counters[:] = (len(token_ids), num_computed_tokens)
+
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.request.request_id!r}, {self.num_computed_tokens} of {self.num_tokens} computed)"
+            f"Sequence({self.request.request_id!r}, {self.index}, "
+            f"{self.num_computed_tokens} of {self.num_tokens} computed)"
         )
 
 
@@ -138,16 +175,28 @@ class Request:
             they are to be ignored.
         seed: of the sampling noise, 0 to 2**64 - 1; None lets the scheduler derive one.
         arrival_time: seconds on the engine's clock.
+        priority: lower goes first, under the order `priority`.
+        tenant: whose it is, under the order `fair`.
+        deadline: seconds on the engine's clock by which it should be done, under the order `deadline`.
+        lora: the adapter that it needs.
         cache_salt: prefixes are shared only among requests with the same salt.
         prompt: the prompt's text, if it was given as text.
+
+    Attributes:
+        sequences: one until the prompt is computed, then `n`.
+        num_reserved_seats: seats that it holds beyond its running sequences.
     """
 
     __slots__ = (
         "arrival_number",
         "arrival_time",
         "cache_salt",
+        "deadline",
         "error",
+        "lora",
         "metrics",
+        "num_reserved_seats",
+        "priority",
         "prompt",
         "prompt_token_ids",
         "rank",
@@ -157,6 +206,8 @@ class Request:
         "sequences",
         "status",
         "stop_token_ids",
+        "tenant",
+        "waiting_since",
     )
 
     def __init__(
@@ -168,6 +219,10 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         seed: int | None = None,
         arrival_time: float = 0.0,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float = math.inf,
+        lora: LoRARequest | None = None,
         cache_salt: str | None = None,
         prompt: str | None = None,
     ) -> None:
@@ -177,19 +232,54 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.seed = sampling_params.seed if seed is None else seed
         self.arrival_time = arrival_time
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
+        self.lora = lora
         self.cache_salt = cache_salt
         self.prompt = prompt
         self.arrival_number = 0
-        self.rank: Rank = (0,)
+        self.rank: Rank = (1, 0.0, 0)
+        self.waiting_since = arrival_time
         self.status = RequestStatus.WAITING
         self.error: str | None = None
         self.metrics = RequestMetrics(arrival_time=arrival_time)
-        self.sequences = [Sequence(self, 0)]
+        self.num_reserved_seats = 0
+        self.sequences = [Sequence(self, 0, self.prompt_token_ids)]
 
     @property
     def is_finished(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def live_sequences(self) -> list[Sequence]:
+        """The sequences that have not ended."""
+        return [seq for seq in self.sequences if not seq.is_finished]
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether its prompt has become all of its sequences."""
+        return len(self.sequences) > 1 or self.sequences[0].num_output_tokens > 0
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that it may have running: all of them until they fork, then those that have not ended."""
+        params = self.sampling_params
+        return len(self.live_sequences) if self.is_forked and not params.use_beam_search else params.n
+
+    @property
+    def is_aged(self) -> bool:
+        """Whether it has waited so long that it goes before those that have not."""
+        return self.rank[0] == 0
+
+    @property
+    def cache_namespace(self) -> tuple[int, int, str] | None:
+        """What it must have in common with another request to share its KV; None for most."""
+        if self.lora is None and self.cache_salt is None:
+            return None
+        adapter = (0, 0) if self.lora is None else (self.lora.lora_int_id, self.lora.version)
+        return (*adapter, self.cache_salt or "")
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value})"

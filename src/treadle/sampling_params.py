@@ -18,6 +18,7 @@ class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
     Attributes:
+        n: sequences to generate for the prompt, which is computed once; with beam search, the beam width.
         temperature: 0 is greedy; otherwise logits are divided by it before sampling.
         top_p: keep the smallest set of most likely tokens whose probability reaches this; in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -40,8 +41,13 @@ class SamplingParams:
         detokenize: produce text; without it `stop` cannot work and text is empty.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string, or the stop token's text, in the text.
+        use_beam_search: keep the `n` most likely continuations instead of sampling.
+        length_penalty: beam search divides a sequence's log-probability by its length to this power.
+        early_stopping: beam search ends with the first `n` finished sequences (True), when no better one is
+            likely to come (False), or when none can come ("never").
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -62,11 +68,15 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """`stop` as a tuple."""
 
     def __post_init__(self) -> None:
+        _check_int("n", self.n, low=1)
         _check_number("temperature", self.temperature, low=0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
@@ -100,6 +110,24 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", _as_stop_strings(self.stop))
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError("stop", "stop strings need detokenize=True")
+        if self.is_greedy and self.n > 1 and not self.use_beam_search:
+            raise InvalidRequestError("n", f"greedy sequences are all the same; n must be 1, got {self.n}")
+        self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        _check_number("length_penalty", self.length_penalty)
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(
+                "early_stopping", f"must be True, False or 'never', got {self.early_stopping!r}"
+            )
+        if not self.use_beam_search:
+            return
+        if self.stop_strings:
+            raise InvalidRequestError("stop", "stop strings are not supported with beam search")
+        if self.logprobs is not None:
+            raise InvalidRequestError(
+                "logprobs", "not supported with beam search; cumulative_logprob tells each sequence's"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -119,9 +147,7 @@ def check_token_ids(field_name: str, token_ids: Iterable[Any], vocab_size: int) 
         if isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex):
             raise InvalidRequestError(field_name, f"token ids must be integers, got {token_id!r}")
         if not 0 <= operator.index(token_id) < vocab_size:
-            raise InvalidRequestError(
-                field_name, f"token id {token_id} is outside the vocabulary [0, {vocab_size})"
-            )
+            raise InvalidRequestError(field_name, f"token id {token_id} is outside the vocabulary [0, {vocab_size})")
 
 
 def _as_stop_strings(stop: object) -> tuple[str, ...]:

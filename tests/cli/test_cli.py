@@ -103,7 +103,10 @@ def test_models():
         (["generate", ""], "prompt: is empty"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens: must be at least 1, got 0"),
         (["generate", "x", "--temperature", "-1"], "temperature: must be at least 0, got -1"),
-        (["generate", "x", "--scheduler", "best"], "unknown policy 'best'; there are chunked, phased"),
+        (
+            ["generate", "x", "--scheduler", "best"],
+            "unknown policy 'best'; there are chunked, phased, prefill-first, three-phase",
+        ),
         (["generate", "x", "--model", "nope"], "there is no model 'nope'"),
         (["generate", "--file", "/nope"], "--file: /nope cannot be read"),
         (["generate", "x", "--bogus"], "unrecognized arguments: --bogus"),

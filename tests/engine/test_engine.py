@@ -5,13 +5,15 @@ import pytest
 from engines import TestEngine
 from treadle import SamplingParams
 from treadle.engine.observers import StatsLogger
-from treadle.engine.step_table import StepTable
+from treadle.engine.step_table import StepTableObserver
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 class FailsOnce:
     """A runner that fails in one step."""
+
+    supports_lora = False
 
     def __init__(self, step, error=None):
         self.step, self.error = step, error or ValueError("broken")
@@ -78,13 +80,13 @@ def test_the_step_table_tells_what_happened(embedded_model, embedded_weights):
         embedded_model, embedded_weights, num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=8,
         admission_headroom=0, enable_prefix_caching=False,
     )  # fmt: skip
-    table = StepTable()
-    engine.engine.add_observer(table)
+    steps = StepTableObserver(engine.scheduler)
+    engine.engine.add_observer(steps)
     engine.add("a", [5] * 2, GREEDY)
     engine.add("b", [6] * 10, GREEDY)
     engine.add("c", [7] * 4, GREEDY)
     engine.run()
-    text = table.render()
+    text = steps.table.render()
     assert text.splitlines()[0].split() == ["step", "tokens", "a", "b", "c"]
     assert "prefill 6 of 10" in text
     assert "prefill 6+4 of 10" in text

@@ -76,9 +76,7 @@ def make_model(name, folder, **save):
 
 def load(folder, dtype=torch.float32):
     loaded = load_model(str(folder))
-    model = LlamaModel(
-        loaded.config, loaded.weights, dtype=dtype, device=torch.device("cpu"), max_model_len=512
-    )
+    model = LlamaModel(loaded.config, loaded.weights, dtype=dtype, device=torch.device("cpu"), max_model_len=512)
     return loaded, model
 
 
@@ -158,9 +156,7 @@ def test_unsupported_is_named(changes, message, tmp_path):
 def test_missing_and_misshapen_weights_are_named(tmp_path):
     make_model("llama2", tmp_path)
     edit_config(tmp_path, intermediate_size=96)
-    with pytest.raises(
-        ModelLoadError, match=r"gate_proj.weight has shape \(80, 48\), the config needs \(96, 48\)"
-    ):
+    with pytest.raises(ModelLoadError, match=r"gate_proj.weight has shape \(80, 48\), the config needs \(96, 48\)"):
         load(tmp_path)
     edit_config(tmp_path, intermediate_size=80, num_hidden_layers=4)
     with pytest.raises(ModelLoadError, match=r"lack model.layers.3\."):

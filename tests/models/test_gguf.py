@@ -68,9 +68,7 @@ def test_unsupported_architecture_is_named(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(
-        UnsupportedModelError, match="'mamba' is not supported; supported are llama, qwen2, qwen3"
-    ):
+    with pytest.raises(UnsupportedModelError, match="'mamba' is not supported; supported are llama, qwen2, qwen3"):
         load_model(str(path))
 
 

@@ -24,7 +24,7 @@ def rows_for(params_list, prompts=None, outputs=None, stop_ids=frozenset(), seed
         prompt = prompts[i] if prompts else [1, 2]
         request = Request(str(i), prompt, params, stop_token_ids=stop_ids, seed=seeds[i] if seeds else i)
         request.rank = (i,)
-        row = batch.add(request.sequences[0], request.seed, 64)
+        row = batch.add(request.sequences[0], 64)
         for token in (outputs or {}).get(i, ()):
             batch.append_tokens(np.array([row], dtype=np.int32), np.array([token], dtype=np.int32))
         rows.append(row)
@@ -38,7 +38,7 @@ def logits_like(seed, n=1):
 def sample(logits, params, **kwargs):
     batch, rows = rows_for([params], **kwargs)
     tokens, logprobs = Sampler().sample(logits.clone(), batch, rows)
-    return int(tokens[0]), logprobs.get(int(rows[0]))
+    return int(tokens[0]), logprobs.get(0)
 
 
 def kept_by_brute_force(logits, params):
@@ -130,9 +130,7 @@ def test_a_row_does_not_see_its_neighbours():
 
 def test_greedy_is_the_most_likely():
     for seed in range(5):
-        assert sample(logits_like(seed), SamplingParams(temperature=0.0))[0] == int(
-            logits_like(seed).argmax()
-        )
+        assert sample(logits_like(seed), SamplingParams(temperature=0.0))[0] == int(logits_like(seed).argmax())
 
 
 def test_penalties():

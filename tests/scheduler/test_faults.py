@@ -22,9 +22,7 @@ def test_a_lone_request_that_fills_the_pool(policy):
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 8, 16, 64])
 def test_prompts_at_block_edges_for_every_chunk(policy, chunk):
-    engine = ToyEngine(
-        num_blocks=64, block_size=B, max_num_seqs=1, max_num_batched_tokens=chunk, policy=policy
-    )
+    engine = ToyEngine(num_blocks=64, block_size=B, max_num_seqs=1, max_num_batched_tokens=chunk, policy=policy)
     expected = {}
     for length in [k * B + d for k in (1, 2, 3, 4) for d in (-1, 0, 1)]:
         prompt = [length, *range(length - 1)]
@@ -43,9 +41,7 @@ def test_prompt_of_the_whole_length_and_one_less():
 
 
 def test_a_pool_too_small_for_the_length_is_refused_at_the_start():
-    with pytest.raises(
-        ConfigError, match="at most the 32 tokens that the KV pool holds .8 blocks of 4.; got 33"
-    ):
+    with pytest.raises(ConfigError, match="at most the 32 tokens that the KV pool holds .8 blocks of 4.; got 33"):
         ToyEngine(num_blocks=8, block_size=B, max_model_len=33)
 
 
@@ -55,7 +51,9 @@ def test_a_budget_below_the_seats_is_refused_at_the_start():
 
 
 def test_an_unknown_policy_is_named():
-    with pytest.raises(ConfigError, match="unknown policy 'fastest'; there are chunked, phased"):
+    with pytest.raises(
+        ConfigError, match="unknown policy 'fastest'; there are chunked, phased, prefill-first, three-phase"
+    ):
         ToyEngine(policy="fastest")
 
 
@@ -124,7 +122,7 @@ def test_a_step_that_preempts_admits_nobody():
         plan = engine.step()
         if plan.preempted:
             assert not {s.request_id for s in plan.sequences} & first_in_line
-            assert plan.refusal.reason is WaitReason.PREEMPTION
+            assert plan.refusals[0].reason is WaitReason.PREEMPTION
 
 
 def test_nobody_is_preempted_before_running_again():
@@ -153,9 +151,7 @@ def test_recompute_after_a_hundred_outputs_in_chunks_of_eight():
     tokens = engine.run()
     assert tokens == {"old": toy_continuation([1, 2], 150), "young": toy_continuation([1, 2, 3], 150)}
     assert engine.finished["young"].metrics.num_preemptions == 1
-    counts = [
-        s.count for plan in engine.plans for s in plan.sequences if s.request_id == "young" and s.start > 0
-    ]
+    counts = [s.count for plan in engine.plans for s in plan.sequences if s.request_id == "young" and s.start > 0]
     assert counts
     assert max(counts) <= 8
 
@@ -199,9 +195,9 @@ def test_waiting_is_explained():
     engine = ToyEngine(num_blocks=4, block_size=B, max_model_len=16, max_num_seqs=4, max_num_batched_tokens=4)
     engine.add("a", [1] * 4, max_tokens=9)
     engine.add("b", [2] * 15, max_tokens=1)
-    assert engine.step().refusal.reason is WaitReason.NO_BUDGET
+    assert engine.step().refusals[0].reason is WaitReason.NO_BUDGET
     plan = engine.step()
-    assert (plan.refusal.request_id, plan.refusal.reason) == ("b", WaitReason.NO_BLOCKS)
+    assert [(r.request_id, r.reason) for r in plan.refusals] == [("b", WaitReason.NO_BLOCKS)]
 
 
 def test_the_same_arrivals_give_the_same_plans():
@@ -212,7 +208,7 @@ def test_the_same_arrivals_give_the_same_plans():
             engine.step()
         engine.run()
         return [
-            (p.step, p.sequences, p.decode_rows.tolist(), p.preempted, p.refusal, p.num_batched_tokens)
+            (p.step, p.sequences, p.decode_rows.tolist(), p.preempted, p.refusals, p.num_batched_tokens)
             for p in engine.plans
         ]
 

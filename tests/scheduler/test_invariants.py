@@ -28,14 +28,12 @@ DAMAGES = {
         e.scheduler.kv.block_tables.__setitem__((0, 0), e.scheduler.kv.pool.free_block_ids()[-1])
         or e.scheduler.kv.pool.ref_counts.__setitem__(block_of(e), 1)
     ),
-    "free stack twice": lambda e: e.scheduler.kv.pool._free.__setitem__(0, e.scheduler.kv.pool._free[1]),
-    "free + cached-idle": lambda e: setattr(
-        e.scheduler.kv.pool, "_num_free", e.scheduler.kv.pool._num_free - 1
-    ),
+    "is on the free stack twice": lambda e: e.scheduler.kv.pool._free.__setitem__(0, e.scheduler.kv.pool._free[1]),
+    "free + cached-idle": lambda e: setattr(e.scheduler.kv.pool, "_num_free", e.scheduler.kv.pool._num_free - 1),
     "more computed than known": lambda e: e.scheduler.batch.num_computed_tokens.__setitem__(0, 60),
     "not in exactly one queue": lambda e: e.scheduler.waiting._requests.clear(),
     "says otherwise": lambda e: setattr(e.scheduler.waiting.first(), "status", RequestStatus.FINISHED),
-    "rows were lost": lambda e: e.scheduler.batch._free_rows.append(1),
+    "seats were lost": lambda e: e.scheduler.batch._free_rows.append(1),
     "can be found": lambda e: e.scheduler.kv.index._entry_of_block.clear(),
 }
 

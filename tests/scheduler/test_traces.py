@@ -1,46 +1,65 @@
-"""Random traces on the toy runner: every invariant after every step, and the right tokens at the end."""
+"""Random traces on the toy runner with everything at once: every invariant after every step, and the right tokens."""
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from toy import VOCAB_SIZE, ToyEngine, toy_continuation
+from toy import VOCAB_SIZE, ToyEngine, toy_beam_search, toy_continuation
+from treadle.lora import LoRARequest
+
+MAX_MODEL_LEN = 60
+POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]
+ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline"]
 
 # Few distinct tokens at the front, so that prefixes are often shared.
 PROMPTS = st.one_of(
-    st.lists(st.integers(0, 1), min_size=1, max_size=40),
-    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=60),
+    st.lists(st.integers(0, 1), min_size=1, max_size=30),
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=45),
 )
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """add, step, abort and finish in any order, on pools from roomy to barely enough for one."""
+    """add, step, abort and changes of the lookahead in any order, on pools from roomy to barely enough for one."""
 
     @initialize(
-        policy=st.sampled_from(["chunked", "phased"]),
+        policy=st.sampled_from(POLICIES),
+        order=st.sampled_from(ORDERS),
+        mode=st.sampled_from(["auto", "recompute", "swap"]),
         block_size=st.sampled_from([1, 2, 4, 5]),
         max_num_seqs=st.integers(1, 6),
         extra_budget=st.integers(0, 20),
         prefix_caching=st.booleans(),
         headroom=st.integers(0, 2),
         pool=st.sampled_from([1.0, 1.3, 2.0, 6.0]),
-        max_consecutive_prefills=st.integers(1, 4),
+        host=st.sampled_from([0.0, 0.3, 2.0]),
+        limit=st.integers(1, 4),
+        lookahead=st.sampled_from([0, 0, 1, 3, 6]),
+        max_loras=st.integers(1, 2),
+        age_limit_s=st.sampled_from([None, 5.0, 60.0]),
     )
     def make(
-        self, policy, block_size, max_num_seqs, extra_budget, prefix_caching, headroom, pool,
-        max_consecutive_prefills,
+        self, policy, order, mode, block_size, max_num_seqs, extra_budget, prefix_caching, headroom, pool, host,
+        limit, lookahead, max_loras, age_limit_s,
     ):  # fmt: skip
-        max_model_len = 80
+        needed = -(-(MAX_MODEL_LEN + lookahead) // block_size)
+        self.max_num_seqs = max_num_seqs
+        self.lookahead = lookahead
         self.engine = ToyEngine(
-            num_blocks=int(-(-max_model_len // block_size) * pool),
+            num_blocks=int(needed * pool),
+            num_host_blocks=int(needed * host),
             block_size=block_size,
             enable_prefix_caching=prefix_caching,
             policy=policy,
-            max_model_len=max_model_len,
+            order=order,
+            preemption_mode=mode,
+            max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_num_batched_tokens=max_num_seqs * (1 + lookahead) + extra_budget,
             admission_headroom=headroom,
-            max_consecutive_prefills=max_consecutive_prefills,
+            max_consecutive_prefills=limit,
+            num_lookahead_slots=lookahead,
+            max_loras=max_loras,
+            age_limit_s=age_limit_s,
         )
         self.expected = {}
         self.gone = set()
@@ -50,17 +69,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 30),
         stop_ids=st.sampled_from([(), (0, 1, 2), tuple(range(10))]),
         salt=st.sampled_from([None, None, "a"]),
+        n=st.integers(1, 4),
+        beams=st.sampled_from([False, False, True]),
+        early_stopping=st.sampled_from([True, False, "never"]),
+        length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
+        priority=st.integers(0, 3),
+        tenant=st.sampled_from(["x", "y"]),
+        deadline=st.sampled_from([5.0, 50.0, float("inf")]),
+        adapter=st.sampled_from([0, 0, 1, 2, 3]),
     )
-    def add(self, prompt, max_tokens, stop_ids, salt):
+    def add(
+        self, prompt, max_tokens, stop_ids, salt, n, beams, early_stopping, length_penalty, priority, tenant,
+        deadline, adapter,
+    ):  # fmt: skip
         name = f"r{len(self.expected)}"
-        self.engine.add(name, prompt, max_tokens, stop_ids, cache_salt=salt)
-        self.expected[name] = toy_continuation(prompt, max_tokens, set(stop_ids), max_model_len=80)
+        n = min(n, self.max_num_seqs)
+        search = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+        self.engine.add(
+            name, prompt, max_tokens, stop_ids, n, params={"use_beam_search": True, **search} if beams else {},
+            cache_salt=salt, priority=priority, tenant=tenant, deadline=deadline,
+            lora=LoRARequest(f"a{adapter}", adapter) if adapter else None,
+        )  # fmt: skip
+        common = {"stop_ids": frozenset(stop_ids), "max_model_len": MAX_MODEL_LEN, "adapter": adapter}
+        if beams:
+            self.expected[name] = toy_beam_search(prompt, n, max_tokens, **search, **common)
+        else:
+            self.expected[name] = [toy_continuation(prompt, max_tokens, index=i, **common) for i in range(n)]
 
     @rule(count=st.integers(1, 8))
     def step(self, count):
         for _ in range(count):
             if self.engine.scheduler.num_unfinished_requests:
                 self.engine.step()
+
+    @rule(share=st.sampled_from([0.0, 0.5, 1.0]))
+    def change_lookahead(self, share):
+        self.engine.scheduler.set_num_lookahead_slots(int(self.lookahead * share))
 
     @precondition(lambda self: self.engine.scheduler.num_unfinished_requests)
     @rule(data=st.data(), while_executing=st.booleans())
@@ -69,26 +113,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([r.request_id for r in scheduler.unfinished_requests()]))
         self.gone.add(name)
         if while_executing:
-            plan = scheduler.schedule()
-            result = self.engine.runner.execute(plan)
-            scheduler.abort(name)
-            scheduler.update(plan, result)
+            self.engine.step(before_update=lambda plan: scheduler.abort(name))
         else:
             scheduler.abort(name)
         assert scheduler.find(name) is None
 
+    @precondition(lambda self: self.engine.scheduler.batch.rows.size)
+    @rule(data=st.data())
+    def finish_one_child(self, data):
+        sequences = [
+            seq
+            for seq in self.engine.scheduler.batch.running_sequences()
+            if seq.request.is_forked and not seq.request.sampling_params.use_beam_search
+        ]
+        if sequences:
+            seq = data.draw(st.sampled_from(sequences))
+            self.gone.add(seq.request.request_id)
+            self.engine.scheduler.finish_sequence(seq, "stop", "a stop string")
+
     def teardown(self):
         if not hasattr(self, "engine"):
             return
-        tokens = self.engine.run()
-        assert tokens.keys() == self.expected.keys()
+        self.engine.run()
+        assert self.engine.finished.keys() == self.expected.keys()
         for name, expected in self.expected.items():
-            if name in self.gone:
-                assert tokens[name] == expected[: len(tokens[name])]
-            else:
-                assert tokens[name] == expected
-        kv = self.engine.scheduler.kv
-        assert kv.num_available_blocks == kv.pool.num_blocks
+            self.check(self.engine.finished[name], expected)
+        for pool in (self.engine.scheduler.kv.pool, self.engine.scheduler.kv.host_pool):
+            assert pool.num_available == pool.num_blocks
+
+    def check(self, request, expected):
+        outputs = [seq.output_token_ids for seq in request.sequences]
+        if request.error is not None:
+            # Several sequences may need more than the whole pool; one never does.
+            assert request.sampling_params.n > 1
+            assert "sequences need more than" in request.error
+        elif request.request_id not in self.gone:
+            assert outputs == expected
+            return
+        if not request.sampling_params.use_beam_search:
+            assert all(out == whole[: len(out)] for out, whole in zip(outputs, expected, strict=False))
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -14,9 +14,7 @@ def pieces_of(tokenizer, ids, **options):
     return [*(detokenizer.push([i]) for i in ids), detokenizer.flush()]
 
 
-@pytest.mark.parametrize(
-    "text", ["Hello 😀 world", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🇩🇪", "naïve café — ½"]
-)
+@pytest.mark.parametrize("text", ["Hello 😀 world", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🇩🇪", "naïve café — ½"])
 def test_no_piece_ends_within_a_character(text, embedded_model):
     ids = embedded_model.tokenizer.encode(text)
     pieces = pieces_of(embedded_model.tokenizer, ids)
@@ -47,9 +45,7 @@ VALID = [i + 3 for i in "é字😀".encode()]
 @settings(max_examples=500, deadline=None)
 @given(
     ids=st.lists(
-        st.one_of(
-            st.integers(0, SENTENCEPIECE.vocab_size - 1), st.sampled_from(VALID), st.integers(259, 275)
-        ),
+        st.one_of(st.integers(0, SENTENCEPIECE.vocab_size - 1), st.sampled_from(VALID), st.integers(259, 275)),
         max_size=30,
     ),
     skip=st.booleans(),

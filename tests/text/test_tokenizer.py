@@ -81,9 +81,7 @@ def test_what_is_not_known_is_named():
     metadata = sentencepiece_metadata()
     with pytest.raises(UnsupportedModelError, match="'rwkv' is not supported; supported are 'gpt2'"):
         tokenizer_from_gguf({**metadata, "tokenizer.ggml.model": "rwkv"})
-    with pytest.raises(
-        UnsupportedModelError, match="'mystery' is not supported; supported are default, gpt-2"
-    ):
+    with pytest.raises(UnsupportedModelError, match="'mystery' is not supported; supported are default, gpt-2"):
         tokenizer_from_gguf({**metadata, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "mystery"})
     with pytest.raises(ModelLoadError, match=r"no vocabulary \(tokenizer.ggml.tokens\)"):
         tokenizer_from_gguf({"tokenizer.ggml.model": "gpt2"})

@@ -82,10 +82,10 @@ class RunStats:
         self._first_token_s: list[float] = []
         self._num_cached_tokens = 0
 
-    def on_schedule(self, plan: StepPlan, waiting: Iterable[Request]) -> None:
+    def on_schedule(self, plan: StepPlan) -> None:
         """Count a step's work."""
         self._num_steps += 1
-        self._num_prompt_tokens += sum(s.count for s in plan.sequences)
+        self._num_prompt_tokens += sum(s.count for s in plan.sequences if s.is_prefill)
         self._num_output_tokens += len(plan.decode_rows) + sum(s.num_samples for s in plan.sequences)
         self._num_preemptions += len(plan.preempted)
         pool = self._scheduler.kv.pool

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from treadle.cli.console import RunStats, load, say
 from treadle.cli.options import add_engine_options, add_sampling_options
-from treadle.engine.step_table import StepTable
+from treadle.engine.step_table import StepTableObserver
 from treadle.errors import InvalidRequestError
 
 EXAMPLES = """examples:
@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         prompts = [llm.render_chat([*system, {"role": "user", "content": prompt}]) for prompt in prompts]
-    stats, table = RunStats(llm.engine.scheduler), StepTable()
+    stats, steps = RunStats(llm.engine.scheduler), StepTableObserver(llm.engine.scheduler)
     llm.engine.add_observer(stats)
     if args.steps:
-        llm.engine.add_observer(table)
+        llm.engine.add_observer(steps)
     texts = [""] * len(prompts)
     streams = len(prompts) == 1
     error = None
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"── {prompt!r}\n{text.strip()}\n")
     if args.steps:
-        say("\n" + table.render())
+        say("\n" + steps.table.render())
     say("\n" + stats.summary())
     if error is not None:
         say(f"treadle: {error}")

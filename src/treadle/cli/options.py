@@ -22,13 +22,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, help="most tokens of prompt and output (default: the model's limit)"
     )
-    group.add_argument(
-        "--max-num-seqs", type=int, default=256, help="most sequences at once (default: %(default)s)"
-    )
+    group.add_argument("--max-num-seqs", type=int, default=256, help="most sequences at once (default: %(default)s)")
     group.add_argument("--max-num-batched-tokens", type=int, help="most tokens of one step (default: 512)")
-    group.add_argument(
-        "--block-size", type=int, default=16, help="tokens of a KV block (default: %(default)s)"
-    )
+    group.add_argument("--block-size", type=int, default=16, help="tokens of a KV block (default: %(default)s)")
     group.add_argument("--num-kv-blocks", type=int, help="blocks of the KV pool (default: from free memory)")
     group.add_argument("--kv-cache-memory", help="size of the KV pool instead, e.g. 512M or 2G")
     group.add_argument(
@@ -40,8 +36,22 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scheduler",
         default="chunked",
-        help="phase policy: chunked (decodes first, prompts in what is left) or phased (a step is all "
-        "prompts or all decodes) (default: %(default)s)",
+        help="phase policy: chunked (decodes first, prompts in what is left), three-phase (the same with "
+        "whole prompts), prefill-first (whole prompts, else decodes) or phased (a step is all prompts or all "
+        "decodes) (default: %(default)s)",
+    )
+    group.add_argument(
+        "--order",
+        default="fcfs",
+        help="who goes first: fcfs, priority, shortest-first, fair or deadline (default: %(default)s)",
+    )
+    group.add_argument(
+        "--preemption-mode",
+        default="auto",
+        help="auto (one sequence is computed again, several are swapped), recompute or swap (default: %(default)s)",
+    )
+    group.add_argument(
+        "--swap-space", type=float, default=1.0, help="GiB for swapped requests (default: %(default)s)"
     )
     group.add_argument(
         "--admission-headroom",
@@ -49,6 +59,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="free blocks per running sequence that an admission leaves (default: %(default)s)",
     )
+    group.add_argument("--record", metavar="RUN.jsonl", help="record every step, for `treadle explain`")
     group.add_argument(
         "--check-invariants", action="store_true", help="check the scheduler's state in every step (slow)"
     )
@@ -73,8 +84,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of LLM."""
     names = (
         "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-        "num_kv_blocks", "kv_cache_memory", "enable_prefix_caching", "scheduler", "admission_headroom",
-        "check_invariants",
+        "num_kv_blocks", "kv_cache_memory", "enable_prefix_caching", "scheduler", "order", "preemption_mode",
+        "swap_space", "admission_headroom", "check_invariants", "record",
     )  # fmt: skip
     return {name: getattr(args, name) for name in names}
 

@@ -1,14 +1,15 @@
 """The engine: one step is schedule → execute → update, then tokens become answers."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from treadle.clock import Clock
 from treadle.engine.observers import StepObserver
 from treadle.engine.runner import Runner
+from treadle.errors import InvalidRequestError
 from treadle.outputs import RequestOutput
-from treadle.request import FinishReason, Request
+from treadle.request import FinishReason, Request, Sequence
 from treadle.scheduler import Scheduler, StepOutputs, StepPlan, check_invariants
 
 logger = logging.getLogger("treadle")
@@ -21,8 +22,8 @@ class OutputProcessor(Protocol):
         """Start to follow `request`."""
         ...
 
-    def process(self, outputs: StepOutputs) -> list[tuple[str, str]]:
-        """Take a step's tokens; returns (request id, stop string) for requests that have met one."""
+    def process(self, outputs: StepOutputs) -> list[tuple[Sequence, str]]:
+        """Take a step's tokens; returns (sequence, stop string) for sequences that have met one."""
         ...
 
     def collect(self, finished: Iterable[Request]) -> list[RequestOutput]:
@@ -48,7 +49,7 @@ class Engine:
         runner: Runner,
         output_processor: OutputProcessor,
         clock: Clock,
-        observers: Sequence[StepObserver] = (),
+        observers: Iterable[StepObserver] = (),
         check_invariants: bool = False,
     ) -> None:
         self.scheduler = scheduler
@@ -73,14 +74,26 @@ class Engine:
         self._observers.remove(observer)
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
-        """Queue `request`; InvalidRequestError if it cannot be served.
+        """Queue `request`; InvalidRequestError if it cannot be served, Overloaded if the queue is full.
 
         Args:
             request: a checked request with a new id.
             stream: give an output of what is new after every token, rather than one at the end.
         """
+        self.check(request, stream=stream)
         self.scheduler.add(request)
         self._output_processor.add(request, stream=stream)
+
+    def check(self, request: Request, *, stream: bool = False) -> None:
+        """Raise what `add_request` would raise."""
+        if request.lora is not None and not self._runner.supports_lora:
+            raise InvalidRequestError(
+                "lora_request",
+                f"adapter {request.lora.lora_name!r}: this runner cannot compute LoRA adapters yet",
+            )
+        if stream and request.sampling_params.use_beam_search:
+            raise InvalidRequestError("use_beam_search", "cannot be streamed: which beam wins is known at the end")
+        self.scheduler.check(request)
 
     def abort_request(self, request_id: str) -> None:
         """End a request early; its last output comes with the next step. Unknown ids are ignored."""
@@ -95,7 +108,7 @@ class Engine:
             if self._check_invariants:
                 check_invariants(scheduler, plan)
             for observer in self._observers:
-                observer.on_schedule(plan, scheduler.waiting)
+                observer.on_schedule(plan)
             self._run(plan)
             self.num_steps += 1
         finished = scheduler.take_finished()
@@ -117,7 +130,7 @@ class Engine:
             self.scheduler.fail(plan, f"EngineError: step {plan.step} was interrupted")
             raise
         outputs = self.scheduler.update(plan, result)
-        for request_id, stop_string in self._output_processor.process(outputs):
-            self.scheduler.finish(request_id, FinishReason.STOP, stop_string)
+        for seq, stop_string in self._output_processor.process(outputs):
+            self.scheduler.finish_sequence(seq, FinishReason.STOP, stop_string)
         if self._check_invariants:
             check_invariants(self.scheduler)

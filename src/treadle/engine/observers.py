@@ -14,8 +14,8 @@ logger = logging.getLogger("treadle")
 class StepObserver(Protocol):
     """Sees every step. It must not change what it sees."""
 
-    def on_schedule(self, plan: StepPlan, waiting: Iterable[Request]) -> None:
-        """A step was planned and is about to run; `waiting` is in the order in which they will start."""
+    def on_schedule(self, plan: StepPlan) -> None:
+        """A step was planned and is about to run."""
         ...
 
     def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
@@ -42,7 +42,7 @@ class StatsLogger:
         self._num_output_tokens = 0
         self._num_preemptions = 0
 
-    def on_schedule(self, plan: StepPlan, waiting: Iterable[Request]) -> None:
+    def on_schedule(self, plan: StepPlan) -> None:
         """Start counting anew after an idle time."""
         now = self._clock.now()
         if now - self._last_step > self._interval_s:
@@ -50,7 +50,7 @@ class StatsLogger:
 
     def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
         """Count the step, and log when the interval is over."""
-        self._num_prompt_tokens += sum(s.count for s in plan.sequences)
+        self._num_prompt_tokens += sum(s.count for s in plan.sequences if s.is_prefill)
         self._num_output_tokens += len(plan.decode_rows) + sum(s.num_samples for s in plan.sequences)
         self._num_preemptions += len(plan.preempted)
         now = self._last_step = self._clock.now()
@@ -60,12 +60,13 @@ class StatsLogger:
         kv = self._scheduler.kv
         hit_rate = kv.num_prefix_hits / kv.num_prefix_queries if kv.num_prefix_queries else 0.0
         logger.info(
-            "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, preempted %d, "
+            "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, swapped %d, preempted %d, "
             "KV cache %.1f %%, prefix cache hits %.1f %%",
             self._num_prompt_tokens / elapsed,
             self._num_output_tokens / elapsed,
             len(self._scheduler.batch),
             len(self._scheduler.waiting),
+            len(self._scheduler.swapped),
             self._num_preemptions,
             100 * kv.usage,
             100 * hit_rate,

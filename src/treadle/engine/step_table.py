@@ -2,79 +2,93 @@
 
 from collections.abc import Iterable
 
+from treadle.engine.step_record import StepRecord, describe_finished, describe_plan
 from treadle.request import Request
-from treadle.scheduler import StepPlan
+from treadle.scheduler import Scheduler, StepPlan
 
 
 class StepTable:
-    """Writes down what every request did in every step, and draws it.
+    """Draws what every request did in every step.
 
     Rows are steps, columns are requests in order of arrival. Steps in which everybody did the same as in
     the one before are drawn as one row.
     """
 
     def __init__(self) -> None:
-        self._columns: list[str] = []
-        self._rows: list[tuple[int, int, dict[str, str]]] = []
+        self._columns: dict[str, None] = {}
+        self._rows: list[tuple[int, int, int, dict[str, str]]] = []
 
-    def on_schedule(self, plan: StepPlan, waiting: Iterable[Request]) -> None:
-        """Write down what the step does."""
-        cells: dict[str, str] = {}
-        sequences = plan.batch.sequences
-        for scheduled in plan.sequences:
-            seq = sequences[scheduled.row]
-            again = "re-prefill" if seq.num_output_tokens else "prefill"
-            done = f"{scheduled.count} of {seq.num_tokens}"
-            if scheduled.start:
-                done = f"{scheduled.start}+{done}"
-            cells[scheduled.request_id] = f"{again} {done}"
-        for seq in sequences[plan.decode_rows]:
-            cells[seq.request.request_id] = "decode"
-        waiting = list(waiting)
-        for request in waiting:
-            cells[request.request_id] = "waiting"
-        if plan.refusal is not None:
-            cells[plan.refusal.request_id] = f"waiting: {plan.refusal.reason.value}"
-        for seq in plan.batch.running_sequences():
-            cells.setdefault(seq.request.request_id, "idle")
-        for preemption in plan.preempted:
-            by = preemption.for_request_id
-            cells[preemption.request_id] = (
-                f"preempted by {by}" if by != preemption.request_id else "preempted: no free blocks"
-            )
-        known = set(self._columns)
-        requests = [*plan.batch.running_sequences(), *(r.sequences[0] for r in waiting)]
-        new = {seq.request.request_id: seq.request.arrival_number for seq in requests}
-        self._columns += sorted(new.keys() - known, key=new.__getitem__)
-        self._rows.append((plan.step, plan.num_batched_tokens, cells))
-
-    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
-        """Write down who ended with the step."""
-        cells = self._rows[-1][2]
-        for request in finished:
-            done = cells.get(request.request_id)
-            if done is not None:
-                reason = request.sequences[0].finish_reason
-                cells[request.request_id] = f"{done} → end: {reason}"
+    def add(self, record: StepRecord) -> None:
+        """Add a step."""
+        cells = step_cells(record)
+        self._columns.update(dict.fromkeys([*record["arrived"], *cells]))
+        step, tokens = record["step"], record["tokens"]
+        if self._rows and self._rows[-1][1] == step - 1 and self._rows[-1][2:] == (tokens, cells):
+            self._rows[-1] = (self._rows[-1][0], step, tokens, cells)
+        else:
+            self._rows.append((step, step, tokens, cells))
 
     def render(self) -> str:
         """The table, as lines of text."""
-        merged: list[tuple[int, int, int, dict[str, str]]] = []
-        for step, num_tokens, cells in self._rows:
-            if merged and merged[-1][2:] == (num_tokens, cells):
-                merged[-1] = (merged[-1][0], step, num_tokens, cells)
-            else:
-                merged.append((step, step, num_tokens, cells))
         lines = [["step", "tokens", *self._columns]]
-        for first, last, num_tokens, cells in merged:
+        for first, last, tokens, cells in self._rows:
             steps = str(first) if first == last else f"{first}-{last}"
-            lines.append([steps, str(num_tokens), *(cells.get(name, "") for name in self._columns)])
+            lines.append([steps, str(tokens), *(cells.get(name, "") for name in self._columns)])
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        lines.insert(1, ["─" * width for width in widths])
-        return "\n".join(
+        drawn = [
             "  ".join(
-                cell.rjust(width) if i < 2 and "─" not in cell else cell.ljust(width)
+                cell.rjust(width) if i < 2 else cell.ljust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in lines
-        )
+        ]
+        drawn.insert(1, "  ".join("─" * width for width in widths))
+        return "\n".join(drawn)
+
+
+class StepTableObserver:
+    """Fills a StepTable while an engine runs.
+
+    Args:
+        scheduler: of the engine.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.table = StepTable()
+        self._scheduler = scheduler
+        self._known: set[str] = set()
+        self._record: StepRecord = {}
+
+    def on_schedule(self, plan: StepPlan) -> None:
+        """Write down what the step does."""
+        self._record = describe_plan(plan, self._scheduler, self._known)
+
+    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
+        """Write down who ended with the step."""
+        self.table.add({**self._record, "finished": describe_finished(finished)})
+
+
+def step_cells(record: StepRecord) -> dict[str, str]:
+    """Request → what it did in a step, in a few words."""
+    cells: dict[str, str] = {}
+    for name, ran in record["ran"].items():
+        several = f" ×{ran['sequences']}" if ran["sequences"] > 1 else ""
+        if ran["kind"] in ("decode", "beam"):
+            cells[name] = f"{ran['kind']}{several}"
+        else:
+            start = f"{ran['start']}+" if ran["start"] else ""
+            cells[name] = f"{ran['kind']} {start}{ran['count']} of {ran['of']}{several}"
+        if name in record["swapped_in"]:
+            cells[name] = f"swapped in, {cells[name]}"
+    for queue in ("waiting", "swapped"):
+        for name, reason in record[queue].items():
+            cells[name] = f"{queue}: {reason}" if reason else queue
+    for name in record["idle"]:
+        cells[name] = "idle"
+    for preemption in record["preempted"]:
+        name, cause = preemption["request"], preemption["for"]
+        how = "preempted" if preemption["mode"] == "recompute" else "swapped out"
+        cells[name] = f"{how} by {cause}" if cause != name else f"{how}: no free blocks"
+    for name, outcome in record["finished"].items():
+        cells[name] = f"{cells[name]} → end: {outcome['reason']}" if name in cells else f"end: {outcome['reason']}"
+    return cells

@@ -6,9 +6,14 @@ For one sequence of `num_tokens` tokens in a pool with blocks of B slots::
     0        a multiple of B        num_computed_tokens       num_tokens          num_blocks * B
 
 Blocks for everything up to `num_tokens` are taken when the sequence is admitted; after that it grows by one
-block whenever a token would fall outside (`append`).
+block whenever a token would fall outside (`append`). Sequences of one request share blocks by reference
+count; before one of them writes into a block that another one sees, it gets a copy (`copy_shared_tail`).
+
+There are two tiers of blocks: the device tier, where the runner computes, and the host tier, where the blocks
+of swapped requests rest.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,7 +21,10 @@ import numpy as np
 
 from treadle.kvcache.block_pool import BlockPool
 from treadle.kvcache.prefix_index import ROOT, BlockKey, PrefixIndex
-from treadle.request import IntArray, Sequence
+from treadle.request import IntArray, Request, Sequence
+
+BlockPairs = list[tuple[int, int]]
+"""(source block, target block)."""
 
 
 class AllocStatus(Enum):
@@ -28,34 +36,62 @@ class AllocStatus(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """The part of a sequence that the cache already holds.
+class SequencePlan:
+    """Where one sequence would get its blocks.
 
     Attributes:
-        blocks: ids of the blocks, in order.
-        last_entry: id of the last block's entry in the index.
+        seq: the sequence.
+        cached: ids of the blocks that the cache already holds, in order.
+        last_entry: id of the last cached block's entry in the index.
+        num_shared: first blocks to share with the request's first sequence, which will compute them.
+        num_new: further blocks to take.
     """
 
-    blocks: tuple[int, ...] = ()
-    last_entry: int = ROOT
+    seq: Sequence
+    cached: tuple[int, ...]
+    last_entry: int
+    num_shared: int
+    num_new: int
 
 
-NO_PREFIX = CachedPrefix()
+@dataclass(frozen=True, slots=True)
+class AllocationPlan:
+    """Where a request that holds no blocks would get them.
+
+    Attributes:
+        sequences: its unfinished sequences.
+        num_cached_tokens: tokens of the first one that the cache already holds.
+    """
+
+    sequences: tuple[SequencePlan, ...]
+    num_cached_tokens: int
+
+    @property
+    def num_new(self) -> int:
+        """Blocks to take."""
+        return sum(plan.num_new for plan in self.sequences)
+
+    @property
+    def cached(self) -> set[int]:
+        """Cached blocks to reference."""
+        return {block for plan in self.sequences for block in plan.cached}
 
 
 class KVCacheManager:
-    """Block tables of the running sequences, over one pool of blocks.
+    """Block tables of the running and the swapped sequences.
 
     Args:
-        num_blocks: blocks in the pool.
+        num_blocks: blocks of the device tier.
+        num_host_blocks: blocks of the host tier.
         block_size: token slots of a block.
-        max_rows: sequences that can hold blocks at once; rows are the batch's.
-        max_model_len: most tokens of one sequence.
+        max_rows: sequences that can hold device blocks at once; rows are the batch's.
+        max_tokens: most token slots of one sequence, lookahead slots included.
         enable_prefix_caching: whether full blocks stay findable after their sequence has ended.
 
     Attributes:
         block_tables: int32 [max_rows, max_blocks]; row r is valid up to num_blocks[r].
         num_blocks: int32 [max_rows], blocks that each row holds.
+        pool, host_pool: the tiers.
     """
 
     def __init__(
@@ -64,15 +100,19 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         max_rows: int,
-        max_model_len: int,
+        max_tokens: int,
+        num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.block_size = block_size
         self.index = PrefixIndex() if enable_prefix_caching else None
         self.pool = BlockPool(num_blocks, on_evict=self._forget)
-        max_blocks = -(-max_model_len // block_size)
+        self.host_pool = BlockPool(num_host_blocks, on_evict=_never)
+        max_blocks = -(-max_tokens // block_size)
         self.block_tables: IntArray = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.num_blocks: IntArray = np.zeros(max_rows, dtype=np.int32)
+        self.num_tokens_covered: IntArray = np.zeros(max_rows, dtype=np.int32)
+        self.host_tables: dict[Sequence, IntArray] = {}
         # Per row: how many of its blocks have been offered to the index, and the entry of the last of them.
         self._num_indexed = [0] * max_rows
         self._last_entry = [ROOT] * max_rows
@@ -83,12 +123,12 @@ class KVCacheManager:
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that can be taken now."""
+        """Device blocks that can be taken now."""
         return self.pool.num_available
 
     @property
     def usage(self) -> float:
-        """Share of the pool that sequences reference, 0 to 1."""
+        """Share of the device tier that sequences reference, 0 to 1."""
         return 1.0 - self.pool.num_available / self.pool.num_blocks
 
     @property
@@ -100,71 +140,199 @@ class KVCacheManager:
         """Blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, seq: Sequence) -> CachedPrefix:
-        """The longest cached prefix of a sequence that holds no blocks.
+    def plan_allocation(self, request: Request) -> AllocationPlan:
+        """Where the unfinished sequences of a request that holds no blocks would get theirs.
 
-        The last token is never taken from the cache, because its logits are needed. A request for prompt
-        logprobs takes nothing, because it needs the logits of the whole prompt.
+        Each takes the longest prefix that the cache holds. A group that is computed again computes its
+        prompt once: the others share the first one's full blocks of it, unless the cache holds more.
         """
-        if self.index is None or seq.request.sampling_params.prompt_logprobs is not None:
-            return NO_PREFIX
-        blocks: list[int] = []
-        parent = ROOT
-        for i in range((seq.num_tokens - 1) // self.block_size):
-            entry = self.index.find(self._key(seq, i, parent))
-            if entry is None:
-                break
-            blocks.append(entry.block)
-            parent = entry.entry_id
-        return CachedPrefix(tuple(blocks), parent)
+        plans: list[SequencePlan] = []
+        for seq in request.live_sequences:
+            cached, last_entry = self._find_prefix(seq)
+            shared = 0
+            if plans:
+                shared = seq.num_prompt_tokens // self.block_size
+                if len(cached) >= shared:
+                    shared = 0
+                else:
+                    cached, last_entry = (), ROOT
+            new = self.blocks_for(seq.num_tokens) - len(cached) - shared
+            plans.append(SequencePlan(seq, cached, last_entry, shared, new))
+        return AllocationPlan(tuple(plans), len(plans[0].cached) * self.block_size)
 
-    def can_allocate(self, seq: Sequence, prefix: CachedPrefix, headroom: int = 0) -> AllocStatus:
-        """Whether the blocks that `seq` needs beyond `prefix` can be taken, leaving `headroom` blocks."""
-        needed = self.blocks_for(seq.num_tokens)
-        if needed > self.pool.num_blocks:
+    def can_allocate(self, plan: AllocationPlan, headroom: int = 0) -> AllocStatus:
+        """Whether the blocks of `plan` can be had, leaving `headroom` blocks."""
+        cached = plan.cached
+        if len(cached) + plan.num_new > self.pool.num_blocks:
             return AllocStatus.NEVER
         # Idle blocks of the prefix are available ones; taking them leaves fewer for the rest.
-        idle_hits = sum(map(self.pool.is_cached_idle, prefix.blocks))
-        new = needed - len(prefix.blocks)
-        return AllocStatus.OK if new + idle_hits + headroom <= self.pool.num_available else AllocStatus.LATER
+        idle = sum(map(self.pool.is_cached_idle, cached))
+        enough = plan.num_new + idle + headroom <= self.pool.num_available
+        return AllocStatus.OK if enough else AllocStatus.LATER
 
-    def rows_to_grow(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """Those of `rows` whose blocks do not cover their `num_tokens` tokens: int32 [n ≤ len(rows)]."""
-        return rows[num_tokens > self.num_blocks[rows] * self.block_size]
+    def missing_blocks(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
+        """Blocks that each of `rows` lacks to cover its `num_tokens` tokens: int32 [len(rows)]."""
+        missing: IntArray = -(-num_tokens // self.block_size) - self.num_blocks[rows]
+        return missing.clip(min=0)
 
-    def frees_a_block(self, row: int) -> bool:
-        """Whether freeing `row` would make a block available (it does not when all are shared)."""
-        blocks = self.block_tables[row, : self.num_blocks[row]]
-        return bool((self.pool.ref_counts[blocks] == 1).any())
+    def rows_with_shared_tail(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """Those of `rows` that see the block of their next token together with others.
 
-    def block_table(self, row: int) -> list[int]:
-        """The block ids of `row`, in order."""
-        blocks: list[int] = self.block_tables[row, : self.num_blocks[row]].tolist()
+        Args:
+            rows: int32 [n].
+            positions: int32 [n], where each writes its next token.
+        """
+        numbers = positions // self.block_size
+        inside = numbers < self.num_blocks[rows]
+        blocks = self.block_tables[rows, np.where(inside, numbers, 0)]
+        return rows[inside & (self.pool.ref_counts[blocks] > 1)]
+
+    def num_copies_needed(self, rows: IntArray, positions: IntArray) -> int:
+        """Blocks that `rows` of one request need before each may write its next token."""
+        shared = self.rows_with_shared_tail(rows, positions)
+        if not len(shared):
+            return 0
+        at = dict(zip(rows.tolist(), positions.tolist(), strict=True))
+        blocks = [int(self.block_tables[row, at[row] // self.block_size]) for row in shared.tolist()]
+        return self._num_copies(blocks, self.pool)
+
+    def can_swap_out(self, request: Request) -> bool:
+        """Whether the host tier has room for the blocks of a running request."""
+        blocks = {block for seq in request.live_sequences for block in self.block_table(seq)}
+        return len(blocks) <= self.host_pool.num_available
+
+    def can_swap_in(self, request: Request, num_lookahead_slots: int, headroom: int = 0) -> AllocStatus:
+        """Whether a swapped request can come back and run one step, leaving `headroom` blocks."""
+        sequences = request.live_sequences
+        tables = [self.host_tables[seq] for seq in sequences]
+        held = len({block for table in tables for block in table.tolist()})
+        growth = 0
+        tails = []
+        for seq, table in zip(sequences, tables, strict=True):
+            growth += max(0, self.blocks_for(seq.num_tokens + num_lookahead_slots) - len(table))
+            tail = seq.num_computed_tokens // self.block_size
+            if tail < len(table) and self.host_pool.ref_counts[table[tail]] > 1:
+                tails.append(int(table[tail]))
+        needed = held + growth + self._num_copies(tails, self.host_pool)
+        if needed > self.pool.num_blocks:
+            return AllocStatus.NEVER
+        return AllocStatus.OK if needed + headroom <= self.pool.num_available else AllocStatus.LATER
+
+    def frees_a_block(self, request: Request) -> bool:
+        """Whether freeing a running request would make a block available (not when all are shared)."""
+        tables = [self.block_table(seq) for seq in request.live_sequences]
+        own: dict[int, int] = {}
+        for table in tables:
+            for block in table:
+                own[block] = own.get(block, 0) + 1
+        return any(self.pool.ref_counts[block] == count for block, count in own.items())
+
+    def block_table(self, seq: Sequence) -> list[int]:
+        """The device blocks of a running sequence, in order."""
+        assert seq.row is not None
+        blocks: list[int] = self.block_tables[seq.row, : self.num_blocks[seq.row]].tolist()
         return blocks
 
     # Commands
 
-    def allocate(self, seq: Sequence, row: int, prefix: CachedPrefix) -> int:
-        """Give `row` the cached prefix and new blocks for the rest of `seq`.
+    def allocate(self, plan: AllocationPlan) -> None:
+        """Give the sequences of `plan`, which have rows now, their blocks.
 
-        The caller has asked `can_allocate`. Returns how many tokens the prefix covers.
+        The caller has asked `can_allocate` in the same state. Sets each sequence's number of computed tokens
+        to what the cache holds of it.
         """
-        self.pool.reference(prefix.blocks)
-        num_hits = len(prefix.blocks)
-        needed = self.blocks_for(seq.num_tokens)
-        self.block_tables[row, :num_hits] = prefix.blocks
-        self.block_tables[row, num_hits:needed] = self.pool.take(needed - num_hits)
-        self.num_blocks[row] = needed
-        self._num_indexed[row] = num_hits
-        self._last_entry[row] = prefix.last_entry
-        self.num_prefix_queries += seq.num_tokens
-        self.num_prefix_hits += num_hits * self.block_size
-        return num_hits * self.block_size
+        lead = plan.sequences[0].seq
+        for part in plan.sequences:  # all of them first, so that no block to be shared is taken
+            self.pool.reference(part.cached)
+        for part in plan.sequences:
+            seq = part.seq
+            row = seq.row
+            assert row is not None
+            shared = self.block_table(lead)[: part.num_shared]
+            self.pool.reference(shared)
+            held = len(part.cached) + part.num_shared
+            end = held + part.num_new
+            self.block_tables[row, : len(part.cached)] = part.cached
+            self.block_tables[row, len(part.cached) : held] = shared
+            self.block_tables[row, held:end] = self.pool.take(part.num_new)
+            self._set_num_blocks(row, end)
+            self._num_indexed[row] = len(part.cached)
+            self._last_entry[row] = part.last_entry
+            seq.set_num_computed_tokens(len(part.cached) * self.block_size)
+            seq.shares = (lead, part.num_shared * self.block_size) if part.num_shared else None
+            self.num_prefix_queries += seq.num_tokens
+            self.num_prefix_hits += len(part.cached) * self.block_size
 
-    def append(self, rows: IntArray) -> None:
-        """Give each of the distinct `rows` one more block; the caller has seen that there are enough."""
-        self.block_tables[rows, self.num_blocks[rows]] = self.pool.take(len(rows))
-        self.num_blocks[rows] += 1
+    def append(self, rows: IntArray, missing: IntArray) -> None:
+        """Give each of the distinct `rows` its `missing` blocks; the caller has seen that there are enough.
+
+        Args:
+            rows: int32 [n].
+            missing: int32 [n], at least 1 each.
+        """
+        blocks = self.pool.take(int(missing.sum()))
+        if len(blocks) == len(rows):  # one each
+            self.block_tables[rows, self.num_blocks[rows]] = blocks
+        else:
+            first = np.repeat(self.num_blocks[rows], missing)
+            within = np.arange(len(blocks)) - np.repeat(missing.cumsum() - missing, missing)
+            self.block_tables[np.repeat(rows, missing), first + within] = blocks
+        self.num_blocks[rows] += missing
+        self.num_tokens_covered[rows] = self.num_blocks[rows] * self.block_size
+
+    def copy_shared_tail(self, seq: Sequence, position: int) -> BlockPairs:
+        """Before `seq` writes at `position`: give it a block of its own if others see that one (copy-on-write).
+
+        Returns what has to be copied: nothing, or one pair.
+        """
+        row = seq.row
+        assert row is not None
+        number = position // self.block_size
+        block = int(self.block_tables[row, number])
+        if self.pool.ref_counts[block] == 1:
+            return []
+        (copy,) = self.pool.take(1).tolist()
+        self.pool.ref_counts[block] -= 1
+        self.block_tables[row, number] = copy
+        return [(block, copy)]
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which has a row and no blocks, share all blocks of `parent`."""
+        assert parent.row is not None
+        assert child.row is not None
+        blocks = self.block_table(parent)
+        self.pool.reference(blocks)
+        self.block_tables[child.row, : len(blocks)] = blocks
+        self._set_num_blocks(child.row, len(blocks))
+        self._num_indexed[child.row] = self._num_indexed[parent.row]
+        self._last_entry[child.row] = self._last_entry[parent.row]
+
+    def reassign(self, sequences: list[Sequence], parents: list[Sequence]) -> None:
+        """Let each of `sequences` have the blocks that its parent had, all at once (beam search).
+
+        Args:
+            sequences: running sequences.
+            parents: one of them for each.
+        """
+        before = [(self.block_table(p), self._num_indexed[_row(p)], self._last_entry[_row(p)]) for p in parents]
+        for blocks, _, _ in before:
+            self.pool.reference(blocks)
+        for seq in sequences:
+            self._release(_row(seq))
+        for seq, (blocks, num_indexed, last_entry) in zip(sequences, before, strict=True):
+            row = _row(seq)
+            self.block_tables[row, : len(blocks)] = blocks
+            self._set_num_blocks(row, len(blocks))
+            self._num_indexed[row], self._last_entry[row] = num_indexed, last_entry
+
+    def trim(self, rows: IntArray, num_tokens: IntArray) -> None:
+        """Give back the blocks of `rows` that hold none of their `num_tokens` tokens (unused lookahead)."""
+        needed = -(-num_tokens // self.block_size)
+        for i in np.flatnonzero(needed < self.num_blocks[rows]).tolist():
+            row, keep = int(rows[i]), int(needed[i])
+            surplus = self.block_tables[row, keep : self.num_blocks[row]][::-1].copy()
+            self.pool.release(surplus, is_cached=self._is_indexed)
+            self._set_num_blocks(row, keep)
 
     def index_computed(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks within the first `num_tokens` tokens of a running sequence findable.
@@ -185,19 +353,93 @@ class KVCacheManager:
 
         Blocks of the tail come first in the order of reuse, so that beginnings stay findable longest.
         """
-        assert seq.row is not None
         self.index_computed(seq, seq.num_computed_tokens)
-        row = seq.row
+        self._release(_row(seq))
+
+    def swap_out(self, request: Request) -> BlockPairs:
+        """Move the blocks of a running request to the host tier; the caller has asked `can_swap_out`.
+
+        Returns (device block, host block) of what has to be copied.
+        """
+        sequences = request.live_sequences
+        tables = [self.block_table(seq) for seq in sequences]
+        target = self._take_copies(tables, self.host_pool)
+        for seq, table in zip(sequences, tables, strict=True):
+            self.host_tables[seq] = np.array([target[block] for block in table], dtype=np.int32)
+            self.free(seq)
+        return list(target.items())
+
+    def swap_in(self, request: Request) -> BlockPairs:
+        """Move the blocks of a swapped request, whose sequences have rows now, back to the device tier.
+
+        The caller has asked `can_swap_in`. Returns (host block, device block) of what has to be copied.
+        """
+        sequences = request.live_sequences
+        tables = [self.host_tables[seq].tolist() for seq in sequences]
+        target = self._take_copies(tables, self.pool)
+        for seq, table in zip(sequences, tables, strict=True):
+            row = _row(seq)
+            self.block_tables[row, : len(table)] = [target[block] for block in table]
+            self._set_num_blocks(row, len(table))
+            self._num_indexed[row], self._last_entry[row] = 0, ROOT
+            self.free_host(seq)
+        return list(target.items())
+
+    def free_host(self, seq: Sequence) -> None:
+        """Take all host blocks from a swapped sequence."""
+        self.host_pool.release(self.host_tables.pop(seq), is_cached=_never_cached)
+
+    # Inside
+
+    def _find_prefix(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
+        """The longest cached prefix of a sequence: its blocks, and the entry of the last one.
+
+        The last token is never taken from the cache, because its logits are needed. A request for prompt
+        logprobs takes nothing, because it needs the logits of the whole prompt.
+        """
+        blocks: list[int] = []
+        parent = ROOT
+        if self.index is not None and seq.request.sampling_params.prompt_logprobs is None:
+            for i in range((seq.num_tokens - 1) // self.block_size):
+                entry = self.index.find(self._key(seq, i, parent))
+                if entry is None:
+                    break
+                blocks.append(entry.block)
+                parent = entry.entry_id
+        return tuple(blocks), parent
+
+    def _take_copies(self, tables: Iterable[list[int]], pool: BlockPool) -> dict[int, int]:
+        """Take from `pool` a block for each distinct block of `tables`, with as many references."""
+        tables = list(tables)
+        distinct = list(dict.fromkeys(block for table in tables for block in table))
+        target = dict(zip(distinct, pool.take(len(distinct)).tolist(), strict=True))
+        for block in distinct:
+            pool.ref_counts[target[block]] = sum(block in table for table in tables)
+        return target
+
+    @staticmethod
+    def _num_copies(tails: list[int], pool: BlockPool) -> int:
+        """Copies that writers into shared blocks need: all but the last one to see a block gets a copy."""
+        counts: dict[int, int] = {}
+        for block in tails:
+            counts[block] = counts.get(block, 0) + 1
+        return sum(n - (pool.ref_counts[block] == n) for block, n in counts.items())
+
+    def _set_num_blocks(self, row: int, count: int) -> None:
+        self.num_blocks[row] = count
+        self.num_tokens_covered[row] = count * self.block_size
+
+    def _release(self, row: int) -> None:
         blocks = self.block_tables[row, : self.num_blocks[row]][::-1].copy()
         self.pool.release(blocks, is_cached=self._is_indexed)
-        self.num_blocks[row] = 0
+        self._set_num_blocks(row, 0)
         self._num_indexed[row] = 0
         self._last_entry[row] = ROOT
 
     def _key(self, seq: Sequence, block_number: int, parent: int) -> BlockKey:
         start = block_number * self.block_size
         tokens = seq.token_ids[start : start + self.block_size].tobytes()
-        return BlockKey(parent, tokens, seq.request.cache_salt)
+        return BlockKey(parent, tokens, seq.request.cache_namespace)
 
     def _is_indexed(self, block: int) -> bool:
         return self.index is not None and self.index.holds(block)
@@ -205,3 +447,16 @@ class KVCacheManager:
     def _forget(self, block: int) -> None:
         assert self.index is not None
         self.index.remove(block)
+
+
+def _row(seq: Sequence) -> int:
+    assert seq.row is not None
+    return seq.row
+
+
+def _never(block: int) -> None:
+    raise AssertionError(f"host block {block} was cached")
+
+
+def _never_cached(block: int) -> bool:
+    return False

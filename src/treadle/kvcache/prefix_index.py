@@ -20,12 +20,13 @@ class BlockKey(NamedTuple):
     Attributes:
         parent: id of the entry before it, or ROOT.
         tokens: the block's token ids, as the bytes of an int32 array.
-        namespace: requests of different namespaces (cache salts) never share; None for most.
+        namespace: (adapter id, adapter version, cache salt); requests of different ones never share. None
+            for the base model without a salt.
     """
 
     parent: int
     tokens: bytes
-    namespace: str | None
+    namespace: tuple[int, int, str] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,7 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.rope_type not in SUPPORTED_ROPE_TYPES:
             raise UnsupportedModelError(
-                f"rope type {self.rope_type!r} is not supported; supported are "
-                f"{', '.join(SUPPORTED_ROPE_TYPES)}"
+                f"rope type {self.rope_type!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
 
 
@@ -162,8 +161,7 @@ def config_from_gguf(
     arch = metadata.get("general.architecture")
     if arch not in SUPPORTED_GGUF_ARCHITECTURES:
         raise UnsupportedModelError(
-            f"GGUF architecture {arch!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED_GGUF_ARCHITECTURES)}"
+            f"GGUF architecture {arch!r} is not supported; supported are {', '.join(SUPPORTED_GGUF_ARCHITECTURES)}"
         )
     if metadata.get(f"{arch}.expert_count"):
         raise UnsupportedModelError(f"mixtures of experts ({arch}.expert_count) are not supported")
@@ -212,9 +210,7 @@ def _rope_from_huggingface(config: Mapping[str, Any]) -> RopeConfig:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     nested = [name for name, value in parameters.items() if isinstance(value, Mapping)]
     if nested:
-        raise UnsupportedModelError(
-            f"rope parameters per kind of layer ({', '.join(nested)}) are not supported"
-        )
+        raise UnsupportedModelError(f"rope parameters per kind of layer ({', '.join(nested)}) are not supported")
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
         raise UnsupportedModelError("rotating a part of the head (partial_rotary_factor) is not supported")
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"

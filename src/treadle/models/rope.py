@@ -20,18 +20,14 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     if rope.frequency_divisors:
         divisors = torch.tensor(rope.frequency_divisors, dtype=torch.float32)
         if divisors.shape != frequencies.shape:
-            raise ModelLoadError(
-                f"rope_freqs.weight has {len(divisors)} numbers, the heads need {len(frequencies)}"
-            )
+            raise ModelLoadError(f"rope_freqs.weight has {len(divisors)} numbers, the heads need {len(frequencies)}")
         frequencies = frequencies / divisors
     if rope.rope_type == "linear":
         return frequencies / rope.factor
     if rope.rope_type == "llama3":
         original = rope.original_max_position_embeddings
         wavelengths = 2 * math.pi / frequencies
-        smooth = (original / wavelengths - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor
-        )
+        smooth = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         smooth = smooth.clamp(0.0, 1.0)
         return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
     return frequencies

@@ -63,9 +63,7 @@ class BatchInputs:
     decodes: tuple[DecodeInputs, ...]
 
 
-def make_batch_inputs(
-    plan: StepPlan, block_size: int, dtype: torch.dtype, device: torch.device
-) -> BatchInputs:
+def make_batch_inputs(plan: StepPlan, block_size: int, dtype: torch.dtype, device: torch.device) -> BatchInputs:
     """Build the inputs of a step.
 
     Args:

@@ -1,10 +1,13 @@
 """Computes a StepPlan: one forward pass over all of its tokens, then a token where one is wanted."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from treadle.kernels import reference as kernels
 from treadle.models.llama import LlamaModel
+from treadle.request import IntArray
 from treadle.runner.batch_inputs import BatchInputs, make_batch_inputs
 from treadle.runner.kv_storage import KVStorage
 from treadle.runner.sampler import Sampler, token_logprobs
@@ -12,13 +15,15 @@ from treadle.scheduler import ScheduledSequence, SequenceResult, StepPlan, StepR
 
 
 class ModelRunner:
-    """Runs steps on a model.
+    """Runs steps on a model. It computes no LoRA adapters yet, and drafts no tokens.
 
     Args:
         model: weights and forward pass.
         storage: keys and values.
         block_size: slots of a block.
     """
+
+    supports_lora = False
 
     def __init__(self, model: LlamaModel, storage: KVStorage, block_size: int) -> None:
         self._model = model
@@ -29,33 +34,76 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
+        if plan.num_lookahead_slots:
+            raise NotImplementedError("this runner has no drafter: num_lookahead_slots must be 0")
+        self._storage.move_blocks(plan)
+        if plan.is_empty:
+            return StepResult.nothing()
         model = self._model
         inputs = make_batch_inputs(plan, self._block_size, model.dtype, model.device)
         attention = _PagedAttention(self._storage, inputs)
         hidden = model.forward(inputs.token_ids, inputs.positions, attention)  # [T, E]
         first_decode = sum(s.count for s in plan.sequences)
-        prompt_ends = np.cumsum([s.count for s in plan.sequences], dtype=np.int64) - 1
-        sampled = [i for i, s in enumerate(plan.sequences) if s.num_samples]
-        rows = np.concatenate(
-            [np.array([plan.sequences[i].row for i in sampled], dtype=np.int32), plan.decode_rows]
-        )
-        token_ids = np.empty(0, dtype=np.int32)
-        logprobs: dict[int, TokenLogprobs] = {}
-        if len(rows):
-            # Only positions that somebody samples go through the vocabulary.
-            positions = np.concatenate(
-                [prompt_ends[sampled], np.arange(first_decode, first_decode + len(plan.decode_rows))]
-            ).astype(np.int64)
+        ends = np.cumsum([s.count for s in plan.sequences], dtype=np.int64) - 1
+        decodes = np.arange(first_decode, first_decode + len(plan.decode_rows))
+        # Only positions that somebody asks about go through the vocabulary, each once.
+        asked = [i for i, s in enumerate(plan.sequences) if s.num_samples or s.num_candidates]
+        positions = np.concatenate([ends[asked], decodes]).astype(np.int64)
+        logits = hidden[:0]
+        if len(positions):
             logits = model.compute_logits(hidden[torch.from_numpy(positions).to(model.device)])
-            token_ids, logprobs = self._sampler.sample(logits, plan.batch, rows)
-        answers = [SequenceResult() for _ in plan.sequences]
-        for k, i in enumerate(sampled):
-            answers[i] = SequenceResult(token_ids=(int(token_ids[k]),))
+        answers, decode_token_ids, logprobs = self._choose(plan, asked, logits)
         for i, s in enumerate(plan.sequences):
-            entries = self._prompt_logprobs(plan, s, hidden, int(prompt_ends[i]) + 1 - s.count)
+            entries = self._prompt_logprobs(plan, s, hidden, int(ends[i]) + 1 - s.count)
             if entries:
-                answers[i] = SequenceResult(answers[i].token_ids, entries)
-        return StepResult(tuple(answers), token_ids[len(sampled) :], logprobs)
+                answers[i] = replace(answers[i], prompt_logprobs=entries)
+        return StepResult(tuple(answers), decode_token_ids, logprobs=logprobs)
+
+    def _choose(
+        self, plan: StepPlan, asked: list[int], logits: torch.Tensor
+    ) -> tuple[list[SequenceResult], IntArray, dict[int, TokenLogprobs]]:
+        """The answers for the plan's sequences, and the plain decodes' tokens and log-probabilities by row.
+
+        Args:
+            plan: the step.
+            asked: numbers of the sequences that want tokens or candidates.
+            logits: float32 [len(asked) + plain decodes, V].
+        """
+        answers = [SequenceResult() for _ in plan.sequences]
+        places: list[int] = []  # of the logits, one per token to sample
+        indices: list[int] = []  # for which sequence of the request
+        for k, i in enumerate(asked):
+            s = plan.sequences[i]
+            if s.num_candidates:
+                found = self._sampler.candidates(logits[k], plan.batch, s.row, s.num_candidates)
+                answers[i] = SequenceResult(candidates=found)
+            else:
+                own = plan.batch.sequences[s.row].index
+                places += [k] * s.num_samples
+                indices += [own] if s.num_samples == 1 else range(s.num_samples)
+        num_first = len(places)
+        decode_places = np.arange(len(asked), len(asked) + len(plan.decode_rows))
+        rows_of = np.array([plan.sequences[i].row for i in asked], dtype=np.int32)
+        rows = np.concatenate([rows_of[places], plan.decode_rows])
+        if not len(rows):
+            return answers, plan.decode_rows, {}
+        if num_first != len(asked):
+            order = np.concatenate([places, decode_places]).astype(np.int64)
+            logits = logits[torch.from_numpy(order).to(logits.device)]
+        decode_indices = plan.batch.sampling.sequence_index[plan.decode_rows]
+        sequence_index = np.concatenate([np.array(indices, dtype=np.int32), decode_indices])
+        token_ids, logprobs = self._sampler.sample(logits, plan.batch, rows, sequence_index)
+        start = 0
+        for i in asked:
+            count = plan.sequences[i].num_samples
+            if count:
+                answers[i] = SequenceResult(
+                    token_ids=tuple(token_ids[start : start + count].tolist()),
+                    logprobs=tuple(logprobs[k] for k in range(start, start + count) if k in logprobs),
+                )
+                start += count
+        decode_logprobs = {int(rows[k]): value for k, value in logprobs.items() if k >= num_first}
+        return answers, token_ids[num_first:], decode_logprobs
 
     def _prompt_logprobs(
         self, plan: StepPlan, s: ScheduledSequence, hidden: torch.Tensor, first: int

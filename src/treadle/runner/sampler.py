@@ -23,18 +23,25 @@ class Sampler:
     """Chooses one token per row of logits."""
 
     def sample(
-        self, logits: torch.Tensor, batch: RunningBatch, rows: IntArray
+        self,
+        logits: torch.Tensor,
+        batch: RunningBatch,
+        rows: IntArray,
+        sequence_index: IntArray | None = None,
     ) -> tuple[IntArray, dict[int, TokenLogprobs]]:
-        """Choose a token for each row.
+        """Choose a token for each row of logits.
 
         Args:
             logits: float32 [n, V]; changed.
             batch: the rows' arrays.
-            rows: int32 [n], whose logits these are.
+            rows: int32 [n], whose logits these are; a row may stand there several times.
+            sequence_index: int32 [n], for which sequence of its request each token is; the row's own if None.
 
         Returns:
-            int32 [n], and log-probabilities by row for rows that asked.
+            int32 [n], and place → log-probabilities for rows that asked.
         """
+        if sequence_index is None:
+            sequence_index = batch.sampling.sequence_index[rows]
         sampling = batch.sampling
         raw = None
         wanting = np.flatnonzero(sampling.wants_logprobs[rows])
@@ -45,13 +52,30 @@ class Sampler:
         token_ids = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
         drawn = np.flatnonzero(~sampling.is_greedy[rows])
         if len(drawn):
-            token_ids[drawn] = _draw(logits[torch.from_numpy(drawn).to(logits.device)], batch, rows[drawn])
+            index = torch.from_numpy(drawn).to(logits.device)
+            token_ids[drawn] = _draw(logits[index], batch, rows[drawn], sequence_index[drawn])
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
             for k, i in enumerate(wanting.tolist()):
                 num_top = batch.sequences[rows[i]].request.sampling_params.logprobs
-                logprobs[int(rows[i])] = token_logprobs(raw[k], int(token_ids[i]), num_top)
+                logprobs[i] = token_logprobs(raw[k], int(token_ids[i]), num_top)
         return token_ids, logprobs
+
+    def candidates(
+        self, logits: torch.Tensor, batch: RunningBatch, row: int, count: int
+    ) -> tuple[tuple[int, float], ...]:
+        """The most likely next tokens of a beam with their log-probabilities, best first.
+
+        Args:
+            logits: float32 [V]; changed by what the request asks for (biases, penalties, …).
+            batch: the rows' arrays.
+            row: the beam's.
+            count: how many, at most V.
+        """
+        if batch.sampling.edits_logits[row]:
+            _edit_logits(logits, batch, row)
+        values, ids = logits.log_softmax(dim=-1).topk(min(count, logits.shape[0]))
+        return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def token_logprobs(logprobs: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
@@ -92,15 +116,11 @@ def _edit_logits(logits: torch.Tensor, batch: RunningBatch, row: int) -> None:
     _penalize(logits, params, seq.token_ids, seq.num_prompt_tokens)
 
 
-def _penalize(
-    logits: torch.Tensor, params: SamplingParams, token_ids: IntArray, num_prompt_tokens: int
-) -> None:
+def _penalize(logits: torch.Tensor, params: SamplingParams, token_ids: IntArray, num_prompt_tokens: int) -> None:
     if params.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(token_ids).astype(np.int64)).to(logits.device)
         values = logits[seen]
-        logits[seen] = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
         ids, counts = np.unique(token_ids[num_prompt_tokens:], return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * counts.astype(np.float32)
@@ -109,7 +129,7 @@ def _penalize(
         ).to(logits.device)
 
 
-def _draw(logits: torch.Tensor, batch: RunningBatch, rows: IntArray) -> IntArray:
+def _draw(logits: torch.Tensor, batch: RunningBatch, rows: IntArray, sequence_index: IntArray) -> IntArray:
     """Draw one token per row: float32 [n, V] → int32 [n].
 
     The draw inverts the cumulative distribution over token ids, so that equal logits and equal noise give
@@ -131,7 +151,7 @@ def _draw(logits: torch.Tensor, batch: RunningBatch, rows: IntArray) -> IntArray
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     noise = uniform(
         sampling.seed[rows],
-        sampling.sequence_index[rows],
+        sequence_index,
         np.array([batch.sequences[row].num_output_tokens for row in rows], dtype=np.int64),
     )
     targets = torch.from_numpy(noise).to(logits.device)[:, None] * cumulative[:, -1:]

@@ -4,6 +4,7 @@ from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.invariants import check_invariants
 from treadle.scheduler.plan import (
     Preemption,
+    PreemptionMode,
     Refusal,
     ScheduledSequence,
     SequenceResult,
@@ -17,6 +18,7 @@ from treadle.scheduler.scheduler import Scheduler
 
 __all__ = [
     "Preemption",
+    "PreemptionMode",
     "Refusal",
     "RunningBatch",
     "ScheduledSequence",

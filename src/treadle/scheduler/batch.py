@@ -4,12 +4,12 @@ The scheduler fills and empties rows; the runner only reads them. A row's number
 sequence runs; `rows` lists the used rows in rank order.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 import numpy.typing as npt
 
-from treadle.request import NUM_COMPUTED, NUM_COUNTERS, NUM_TOKENS, IntArray, Rank, Sequence
+from treadle.request import NUM_COMPUTED, NUM_COUNTERS, NUM_TOKENS, IntArray, Rank, Request, Sequence
 from treadle.sampling_params import SamplingParams
 
 STOP_IDS_PER_ROW = 8
@@ -88,9 +88,12 @@ class RunningBatch:
         num_computed_tokens: int32 [rows], tokens whose KV is written.
         token_limits: int32 [rows], num_tokens at which the sequence ends.
         is_prefilling: bool [rows], whether tokens known at admission are still to be computed.
+        is_beam: bool [rows], whether the row belongs to a beam search.
+        adapter_ids: int32 [rows], LoRA adapter's number, 0 for the base model.
         stop_ids: int32 [rows, STOP_IDS_PER_ROW], padded with NO_TOKEN.
         sampling: sampling parameters by row.
         sequences: object [rows], the Sequence in each used row.
+        num_groups: running requests that have or will have more than one sequence.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -101,23 +104,30 @@ class RunningBatch:
         self.num_computed_tokens: IntArray = self._counters[:, NUM_COMPUTED]
         self.token_limits: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self.is_prefilling: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.is_beam: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.adapter_ids: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self.stop_ids: IntArray = np.full((max_num_seqs, STOP_IDS_PER_ROW), NO_TOKEN, dtype=np.int32)
         self.sampling = SamplingRows(max_num_seqs)
         self.sequences: npt.NDArray[np.object_] = np.full(max_num_seqs, None, dtype=np.object_)
+        self.num_groups = 0
         self._many_stop_ids: dict[int, frozenset[int]] = {}
         self._free_rows = list(range(max_num_seqs))[::-1]
+        self._num_reserved_seats = 0
         self._num_prefilling = 0
+        self._num_beams = 0
         # Parallel and sorted: the key of each running sequence, and its row.
         self._keys: list[tuple[Rank, int]] = []
         self._rows: IntArray = np.empty(max_num_seqs, dtype=np.int32)
+
+    # Questions
 
     def __len__(self) -> int:
         return len(self._keys)
 
     @property
-    def num_free_rows(self) -> int:
-        """Seats left."""
-        return len(self._free_rows)
+    def num_free_seats(self) -> int:
+        """Sequences that can still be seated, beside those for which a running request holds a seat."""
+        return len(self._free_rows) - self._num_reserved_seats
 
     @property
     def rows(self) -> IntArray:
@@ -126,16 +136,34 @@ class RunningBatch:
 
     @property
     def num_prefilling(self) -> int:
-        """Rows whose prompt is not fully computed."""
+        """Rows whose known tokens are not all computed."""
         return self._num_prefilling
 
+    @property
+    def has_beams(self) -> bool:
+        """Whether a beam search runs."""
+        return self._num_beams > 0
+
     def decoding_rows(self) -> IntArray:
-        """Rows whose next step is a decode, in rank order."""
+        """Rows whose next step is a decode, in rank order.
+
+        The beams of one search decode together: none before all are ready.
+        """
         rows = self.rows
-        return rows[~self.is_prefilling[rows]] if self._num_prefilling else rows.copy()
+        if not self._num_prefilling:
+            return rows.copy()
+        ready = ~self.is_prefilling[rows]
+        if self._num_beams:
+            ready &= [not self._waits_for_beams(seq) for seq in self.sequences[rows]]
+        return rows[ready]
+
+    def _waits_for_beams(self, seq: Sequence) -> bool:
+        if not seq.request.sampling_params.use_beam_search:
+            return False
+        return any(bool(self.is_prefilling[beam.row]) for beam in seq.request.live_sequences)
 
     def prefilling_sequences(self) -> list[Sequence]:
-        """Sequences whose prompt is not fully computed, in rank order."""
+        """Sequences whose known tokens are not all computed, in rank order."""
         if not self._num_prefilling:
             return []
         rows = self.rows
@@ -145,30 +173,48 @@ class RunningBatch:
         """All running sequences in rank order."""
         return list(self.sequences[self.rows])
 
-    def sequences_behind(self, seq: Sequence) -> list[Sequence]:
-        """Running sequences of requests strictly behind `seq`'s request in rank, the last one first."""
-        first = bisect_left(self._keys, seq.request.rank, key=lambda key: key[0])
-        while first < len(self._keys) and self._keys[first][0] == seq.request.rank:
-            first += 1
-        return list(self.sequences[self.rows[first:][::-1]])
+    def running_requests(self) -> list[Request]:
+        """All running requests in rank order."""
+        return list(dict.fromkeys(seq.request for seq in self.running_sequences()))
 
-    def add(self, seq: Sequence, seed: int, token_limit: int) -> int:
-        """Seat `seq` in a free row, as one whose tokens are still to be computed; returns the row."""
+    def requests_behind(self, request: Request) -> list[Request]:
+        """Running requests strictly behind `request` in rank, the last one first."""
+        behind = bisect_right(self._keys, request.rank, key=lambda key: key[0])
+        return list(dict.fromkeys(seq.request for seq in self.sequences[self.rows[behind:][::-1]]))
+
+    def last_request(self) -> Request | None:
+        """The running request that is last in rank."""
+        if not self._keys:
+            return None
+        request: Request = self.sequences[self._rows[len(self._keys) - 1]].request
+        return request
+
+    # Commands
+
+    def add(self, seq: Sequence, token_limit: int) -> int:
+        """Seat `seq` in a free row, as one that decodes; returns the row.
+
+        Args:
+            seq: a sequence that does not run.
+            token_limit: number of tokens at which it ends.
+        """
         row = self._free_rows.pop()
+        request = seq.request
+        params = request.sampling_params
         seq.bind(row, self.token_ids[row], self._counters[row])
-        params = seq.request.sampling_params
         self.token_limits[row] = token_limit
-        self.is_prefilling[row] = True
-        self._num_prefilling += 1
-        self.sampling.set(row, params, seed, seq.index)
-        stop_ids = seq.request.stop_token_ids
+        self.is_beam[row] = params.use_beam_search
+        self._num_beams += params.use_beam_search
+        self.adapter_ids[row] = 0 if request.lora is None else request.lora.lora_int_id
+        assert request.seed is not None
+        self.sampling.set(row, params, request.seed, seq.index)
         self.stop_ids[row] = NO_TOKEN
-        if len(stop_ids) <= STOP_IDS_PER_ROW:
-            self.stop_ids[row, : len(stop_ids)] = sorted(stop_ids)
+        if len(request.stop_token_ids) <= STOP_IDS_PER_ROW:
+            self.stop_ids[row, : len(request.stop_token_ids)] = sorted(request.stop_token_ids)
         else:
-            self._many_stop_ids[row] = stop_ids
+            self._many_stop_ids[row] = request.stop_token_ids
         self.sequences[row] = seq
-        key = (seq.request.rank, seq.index)
+        key = (request.rank, seq.index)
         place = bisect_left(self._keys, key)
         self._rows[place + 1 : len(self._keys) + 1] = self._rows[place : len(self._keys)].copy()
         self._rows[place] = row
@@ -182,18 +228,22 @@ class RunningBatch:
         place = bisect_left(self._keys, (seq.request.rank, seq.index))
         del self._keys[place]
         self._rows[place : len(self._keys)] = self._rows[place + 1 : len(self._keys) + 1].copy()
-        if self.is_prefilling[row]:
-            self.is_prefilling[row] = False
-            self._num_prefilling -= 1
+        self.set_prefilling(row, False)
+        self._num_beams -= bool(self.is_beam[row])
         self._many_stop_ids.pop(row, None)
         self.sequences[row] = None
         seq.unbind()
         self._free_rows.append(row)
 
-    def finish_prefill(self, row: int) -> None:
-        """Say that the row's next step is a decode."""
-        self.is_prefilling[row] = False
-        self._num_prefilling -= 1
+    def set_prefilling(self, row: int, is_prefilling: bool) -> None:
+        """Say whether known tokens of the row are still to be computed before it decodes."""
+        self._num_prefilling += is_prefilling - bool(self.is_prefilling[row])
+        self.is_prefilling[row] = is_prefilling
+
+    def reserve_seats(self, request: Request, count: int) -> None:
+        """Hold `count` seats for sequences that a running request will have."""
+        self._num_reserved_seats += count - request.num_reserved_seats
+        request.num_reserved_seats = count
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> BoolArray:
         """Append one token to each of the distinct `rows`; returns which of them have reached an end.
@@ -206,8 +256,8 @@ class RunningBatch:
         self.token_ids[rows, num_tokens] = token_ids
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
-        ended: BoolArray = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
-        ended |= num_tokens >= self.token_limits[rows]
+        ended: BoolArray = num_tokens >= self.token_limits[rows]
+        ended |= (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
         if self._many_stop_ids:
             for i, row in enumerate(rows.tolist()):
                 if int(token_ids[i]) in self._many_stop_ids.get(row, ()):

@@ -3,7 +3,8 @@
 from collections import Counter
 
 from treadle.errors import EngineError
-from treadle.request import RequestStatus
+from treadle.kvcache import BlockPool
+from treadle.request import RequestStatus, Sequence
 from treadle.scheduler.plan import StepPlan
 from treadle.scheduler.scheduler import Scheduler
 
@@ -13,16 +14,23 @@ class InvariantViolation(EngineError):  # noqa: N818 - it is the scheduler's fau
 
 
 def check_invariants(scheduler: Scheduler, plan: StepPlan | None = None) -> None:
-    """Raise InvariantViolation unless queues, rows, block tables and pool agree with each other.
+    """Raise InvariantViolation unless queues, rows, block tables and pools agree with each other.
 
     Args:
         scheduler: between steps, or between `schedule` and `update`.
         plan: the step just planned, to check against budget and seats too.
     """
-    _check_blocks(scheduler)
+    kv = scheduler.kv
+    tables = {seq: kv.block_table(seq) for seq in scheduler.batch.running_sequences()}
+    _check_pool("device", kv.pool, tables)
+    host_tables = {seq: table.tolist() for seq, table in kv.host_tables.items()}
+    _check_pool("host", kv.host_pool, host_tables)
+    _check_index(scheduler)
+    for seq, table in [*tables.items(), *host_tables.items()]:
+        _check_sequence(seq, table, kv.block_size)
     _check_queues(scheduler)
     if plan is not None:
-        _check_plan(scheduler, plan)
+        _check_plan(scheduler, plan, tables)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -30,91 +38,121 @@ def _require(condition: bool, message: str) -> None:
         raise InvariantViolation(message)
 
 
-def _check_blocks(scheduler: Scheduler) -> None:
-    kv, batch = scheduler.kv, scheduler.batch
-    tables = {seq: kv.block_table(seq.row) for seq in batch.running_sequences() if seq.row is not None}
+def _check_pool(name: str, pool: BlockPool, tables: dict[Sequence, list[int]]) -> None:
     references = Counter(block for table in tables.values() for block in table)
-    counts = kv.pool.ref_counts.tolist()
+    counts = pool.ref_counts.tolist()
     for block, count in enumerate(counts):
         _require(
             count == references[block],
-            f"block {block} counts {count} references, tables have {references[block]}",
+            f"{name} block {block} counts {count} references, tables have {references[block]}",
         )
-    free = kv.pool.free_block_ids()
-    _require(len(set(free)) == len(free), "a block is on the free stack twice")
-    idle = [block for block in range(kv.pool.num_blocks) if kv.pool.is_cached_idle(block)]
-    _require(not set(free) & set(idle), "a block is both free and cached-idle")
-    _require(all(counts[block] == 0 for block in free + idle), "a block is both available and referenced")
+    free = pool.free_block_ids()
+    _require(len(set(free)) == len(free), f"a {name} block is on the free stack twice")
+    idle = [block for block in range(pool.num_blocks) if pool.is_cached_idle(block)]
+    _require(not set(free) & set(idle), f"a {name} block is both free and cached-idle")
+    _require(all(counts[block] == 0 for block in free + idle), f"a {name} block is both available and referenced")
     _require(
-        len(free) + len(idle) + len(references) == kv.pool.num_blocks, "free + cached-idle + referenced ≠ all"
+        len(free) + len(idle) + len(references) == pool.num_blocks,
+        f"{name} tier: free + cached-idle + referenced are not all",
     )
-    _require(kv.pool.num_available == len(free) + len(idle), "num_available is wrong")
-    if kv.index is not None:
-        findable = set(kv.index.blocks())
-        _require(len(findable) == len(kv.index), "the prefix index has entries without a block of their own")
-        _require(set(idle) <= findable, "a cached-idle block cannot be found")
-        _require(not set(free) & findable, "a free block can be found")
-    for seq, table in tables.items():
-        _require(seq.num_computed_tokens <= seq.num_tokens, f"{seq}: more computed than known")
-        _require(
-            len(table) * kv.block_size >= seq.num_computed_tokens, f"{seq}: blocks do not cover computed"
-        )
-        _require(len(set(table)) == len(table), f"{seq}: a block is in the table twice")
+    _require(pool.num_available == len(free) + len(idle), f"{name} tier: num_available is wrong")
+
+
+def _check_index(scheduler: Scheduler) -> None:
+    kv = scheduler.kv
+    if kv.index is None:
+        return
+    findable = set(kv.index.blocks())
+    idle = {block for block in range(kv.pool.num_blocks) if kv.pool.is_cached_idle(block)}
+    _require(len(findable) == len(kv.index), "the prefix index has entries without a block of their own")
+    _require(idle <= findable, "a cached-idle block cannot be found")
+    _require(not set(kv.pool.free_block_ids()) & findable, "a free block can be found")
+
+
+def _check_sequence(seq: Sequence, table: list[int], block_size: int) -> None:
+    _require(seq.num_computed_tokens <= seq.num_tokens, f"{seq}: more computed than known")
+    _require(len(table) * block_size >= seq.num_computed_tokens, f"{seq}: blocks do not cover computed")
+    _require(len(set(table)) == len(table), f"{seq}: a block is in the table twice")
 
 
 def _check_queues(scheduler: Scheduler) -> None:
-    batch = scheduler.batch
-    running = batch.running_sequences()
-    waiting = list(scheduler.waiting)
+    batch, kv = scheduler.batch, scheduler.kv
+    running = batch.running_requests()
+    waiting, swapped = list(scheduler.waiting), list(scheduler.swapped)
     _require(
-        sorted(map(id, waiting + [seq.request for seq in running]))
-        == sorted(map(id, scheduler.unfinished_requests())),
+        sorted(map(id, waiting + swapped + running)) == sorted(map(id, scheduler.unfinished_requests())),
         "an unfinished request is not in exactly one queue",
     )
-    _require(all(r.status is RequestStatus.WAITING for r in waiting), "a waiting request says otherwise")
+    for queue, status in (
+        (waiting, RequestStatus.WAITING),
+        (swapped, RequestStatus.SWAPPED),
+        (running, RequestStatus.RUNNING),
+    ):
+        ranks = [request.rank for request in queue]
+        _require(ranks == sorted(ranks), f"{status.value} is not in rank order")
+        _require(all(r.status is status for r in queue), f"a {status.value} request says otherwise")
+    sequences = batch.running_sequences()
     _require(
-        all(s.request.status is RequestStatus.RUNNING for s in running), "a running request says otherwise"
+        set(sequences) == {seq for request in running for seq in request.live_sequences},
+        "a running request has a sequence without a row, or a finished one with a row",
     )
-    ranks = [r.rank for r in waiting]
-    _require(ranks == sorted(ranks), "waiting is not in rank order")
-    ranks = [s.request.rank for s in running]
-    _require(ranks == sorted(ranks), "running is not in rank order")
-    _require(len({s.row for s in running}) == len(running), "two sequences share a row")
     _require(
-        [batch.sequences[s.row] for s in running if s.row is not None] == running,
+        set(kv.host_tables) == {seq for request in swapped for seq in request.live_sequences},
+        "host blocks are held by a sequence that is not swapped",
+    )
+    _require(
+        all(seq.row is not None and batch.sequences[seq.row] is seq for seq in sequences),
         "a row does not hold its sequence",
     )
-    _require(len(running) + batch.num_free_rows == scheduler.config.max_num_seqs, "rows were lost")
-    if not running and not waiting:
-        _require(
-            scheduler.kv.num_available_blocks == scheduler.kv.pool.num_blocks, "blocks are held by nobody"
-        )
+    reserved = sum(request.num_seats - len(request.live_sequences) for request in running)
+    _require(reserved >= 0, "a request has more sequences than seats")
+    _require(len(sequences) + reserved + batch.num_free_seats == scheduler.config.max_num_seqs, "seats were lost")
+    _require(batch.num_free_seats >= 0, "more sequences than seats")
+    _require(
+        batch.num_prefilling == sum(bool(batch.is_prefilling[row]) for row in batch.rows.tolist()),
+        "num_prefilling is wrong",
+    )
+    adapters = {request.lora.lora_int_id for request in running if request.lora is not None}
+    _require(len(adapters) <= scheduler.config.max_loras, "more adapters than max_loras run")
+    if not running:
+        _require(kv.num_available_blocks == kv.pool.num_blocks, "device blocks are held by nobody")
+    if not swapped:
+        _require(kv.host_pool.num_available == kv.host_pool.num_blocks, "host blocks are held by nobody")
 
 
-def _check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
+def _check_plan(scheduler: Scheduler, plan: StepPlan, tables: dict[Sequence, list[int]]) -> None:
     config, kv, batch = scheduler.config, scheduler.kv, scheduler.batch
     rows = [s.row for s in plan.sequences] + plan.decode_rows.tolist()
     _require(len(set(rows)) == len(rows), "a sequence is in the step twice")
     _require(len(rows) <= config.max_num_seqs, "more sequences than seats")
     _require(plan.num_batched_tokens <= config.max_num_batched_tokens, "more tokens than budget")
-    _require(not plan.is_empty or bool(plan.preempted) or not rows, "the step runs nothing")
+    _require(not plan.blocks_to_swap_out or not plan.blocks_to_swap_in, "swap-out and swap-in share a step")
+    writes: list[tuple[Sequence, int]] = []
     for scheduled in plan.sequences:
         seq = batch.sequences[scheduled.row]
+        _require(seq is not None, f"row {scheduled.row} is scheduled and empty")
         _require(scheduled.start == seq.num_computed_tokens, f"{seq}: scheduled from {scheduled.start}")
         _require(scheduled.count > 0, f"{seq}: scheduled without tokens")
         end = scheduled.start + scheduled.count
         _require(end <= seq.num_tokens, f"{seq}: scheduled beyond its tokens")
-        _require(scheduled.num_samples == int(end == seq.num_tokens), f"{seq}: samples at the wrong place")
-        _require(end <= len(kv.block_table(scheduled.row)) * kv.block_size, f"{seq}: scheduled beyond blocks")
+        _require(
+            bool(scheduled.num_samples or scheduled.num_candidates) == (end == seq.num_tokens),
+            f"{seq}: samples at the wrong place",
+        )
+        _require(seq.shares is None, f"{seq}: scheduled before what it shares is computed")
+        writes += [(seq, position) for position in range(scheduled.start, end)]
     for row in plan.decode_rows.tolist():
         seq = batch.sequences[row]
+        _require(seq is not None, f"row {row} decodes and is empty")
         _require(seq.num_computed_tokens == seq.num_tokens - 1, f"{seq}: decodes with tokens missing")
-        _require(
-            seq.num_tokens <= len(kv.block_table(row)) * kv.block_size, f"{seq}: decodes beyond its blocks"
+        first = seq.num_computed_tokens
+        writes += [(seq, first + i) for i in range(1 + plan.num_lookahead_slots)]
+    for seq, position in writes:
+        number = position // kv.block_size
+        _require(number < len(tables[seq]), f"{seq}: scheduled beyond its blocks")
+        # Those that wait for this very sequence to write what they share do not read it yet.
+        waiting = sum(
+            other.shares is not None and other.shares[0] is seq and position < other.shares[1]
+            for other in seq.request.live_sequences
         )
-    written = [
-        kv.block_table(row)[position // kv.block_size]
-        for row, position in [(s.row, s.start + i) for s in plan.sequences for i in range(s.count)]
-        + [(row, batch.sequences[row].num_computed_tokens) for row in plan.decode_rows.tolist()]
-    ]
-    _require(all(kv.pool.ref_counts[block] == 1 for block in written), "a shared block would be written to")
+        _require(kv.pool.ref_counts[tables[seq][number]] == 1 + waiting, f"{seq}: would write to a shared block")

@@ -1,20 +1,26 @@
 """The phases of a step. A phase policy says which of them run, in which order.
 
-Every request runs at its rank: a request never loses blocks to one behind it.
+Every request runs at its rank: a request never loses blocks to one behind it, except to one of better
+priority (`displacement`).
 """
 
-from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
-from treadle.clock import Clock
-from treadle.config import SchedulerConfig
-from treadle.kvcache import AllocStatus, KVCacheManager
-from treadle.request import IntArray, Request, RequestStatus, Sequence
-from treadle.scheduler.batch import RunningBatch
-from treadle.scheduler.plan import Preemption, Refusal, ScheduledSequence, StepPlan, WaitReason
-from treadle.scheduler.queue import RankedQueue
+from treadle.kvcache import AllocStatus, BlockPairs
+from treadle.request import FinishReason, IntArray, Request, Sequence
+from treadle.scheduler import lifecycle
+from treadle.scheduler.beams import num_candidates
+from treadle.scheduler.plan import (
+    Preemption,
+    PreemptionMode,
+    Refusal,
+    ScheduledSequence,
+    StepPlan,
+    WaitReason,
+)
+from treadle.scheduler.state import BlockRefusal, SchedulerState
 
 MAX_HEADROOM_DOUBLINGS = 16
 """Admission headroom doubles with each preemption; beyond this it exceeds every pool anyway."""
@@ -25,28 +31,7 @@ class Cut(Enum):
 
     ANY = "any"
     ONLY_FIRST = "only the first sequence of the step"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRefusal:
-    """The state in which a request found too few blocks. Until it changes for the better, so it stays."""
-
-    request: Request
-    num_available_blocks: int
-    num_running: int
-    cache_version: int
-
-
-@dataclass(slots=True)
-class SchedulerState:
-    """The queues and what the phases need to work on them; owned by the Scheduler."""
-
-    config: SchedulerConfig
-    clock: Clock
-    kv: KVCacheManager
-    batch: RunningBatch
-    waiting: RankedQueue
-    block_refusal: BlockRefusal | None = None
+    NEVER = "none"
 
 
 class Phases:
@@ -54,158 +39,367 @@ class Phases:
 
     Attributes:
         remaining_tokens: what is left of the token budget.
-        sequences: prompts and parts of prompts in the step so far.
+        sequences: prompts, parts of prompts and beams in the step so far.
         decode_rows: plain decodes in the step so far.
         preempted: who lost its blocks in this step.
-        refusal: the first waiting request and why it was not admitted.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._lookahead = state.num_lookahead_slots
         self.remaining_tokens = state.config.max_num_batched_tokens
         self.sequences: list[ScheduledSequence] = []
         self.decode_rows: IntArray = np.empty(0, dtype=np.int32)
         self.preempted: list[Preemption] = []
-        self.refusal: Refusal | None = None
+        self._beams: list[ScheduledSequence] = []
+        self._swapped_in: list[str] = []
+        self._ignored: list[str] = []
+        self._refusals: list[Refusal] = []
+        self._swap_outs: BlockPairs = []
+        self._swap_ins: BlockPairs = []
+        self._copies: dict[Request, BlockPairs] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is in the step so far."""
-        return not self.sequences and not len(self.decode_rows)
+        return not self.sequences and not len(self.decode_rows) and not self._beams
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences that wait to decode."""
+        """Running sequences that could decode."""
         batch = self._state.batch
-        return len(batch) - batch.num_prefilling
+        return len(batch.decoding_rows()) if batch.has_beams else len(batch) - batch.num_prefilling
 
-    def plan(self, step: int) -> StepPlan:
+    def plan(self) -> StepPlan:
         """Close the step."""
         state = self._state
-        first = state.waiting.first()
-        if first is not None and (self.refusal is None or self.refusal.request_id != first.request_id):
-            reason = WaitReason.PREEMPTION if self.preempted else WaitReason.DECODE_STEP
-            self.refusal = Refusal(first.request_id, reason)
+        self._explain_first_waiting()
         self.decode_rows.flags.writeable = False
         return StepPlan(
-            step=step,
-            sequences=tuple(self.sequences),
+            step=state.step,
+            sequences=(*self.sequences, *self._beams),
             decode_rows=self.decode_rows,
             batch=state.batch,
             block_tables=state.kv.block_tables,
+            num_lookahead_slots=self._lookahead,
+            blocks_to_swap_out=tuple(self._swap_outs),
+            blocks_to_swap_in=tuple(self._swap_ins),
+            blocks_to_copy=tuple(pair for pairs in self._copies.values() for pair in pairs),
             preempted=tuple(self.preempted),
-            refusal=self.refusal,
+            swapped_in=tuple(self._swapped_in),
+            ignored=tuple(self._ignored),
+            refusals=tuple(self._refusals),
             num_waiting=len(state.waiting),
             running_queue_size=len(state.batch),
         )
 
+    def _explain_first_waiting(self) -> None:
+        refused = {refusal.request_id for refusal in self._refusals}
+        for queue in (self._state.swapped, self._state.waiting):
+            first = queue.first()
+            if first is not None and first.request_id not in refused:
+                reason = WaitReason.PREEMPTION if self.preempted else WaitReason.DECODE_STEP
+                self._refusals.append(Refusal(first.request_id, reason))
+
+    # Displacement
+
+    def displacement(self) -> None:
+        """Under an order that displaces: preempt the worst running requests for a better one that waits.
+
+        Equal priorities never displace each other. Runs before the decodes, so that nothing planned is undone.
+        """
+        state = self._state
+        request = state.waiting.first()
+        if not state.order.displaces or request is None:
+            return
+        swapped = state.swapped.first()
+        if swapped is not None and swapped.rank < request.rank:
+            return
+        while self._lacks_room(request):
+            victim = state.batch.last_request()
+            if victim is None or victim.priority <= request.priority or victim.is_aged:
+                return
+            self._preempt(victim, for_request=request)
+
+    def _lacks_room(self, request: Request) -> bool:
+        state = self._state
+        if self._is_adapter_refused(request):
+            return False  # that room comes with the end of other adapters' requests
+        if state.batch.num_free_seats < request.num_seats:
+            return True
+        if self._is_still_refused(request):
+            return True
+        plan = state.kv.plan_allocation(request)
+        return state.kv.can_allocate(plan, self._headroom(request)) is AllocStatus.LATER
+
     # Decodes
 
     def decodes(self) -> None:
-        """Every sequence whose prompt is computed decodes one token.
+        """Every sequence whose known tokens are computed decodes.
 
-        Where blocks run out, sequences get theirs in rank order, by preempting the last in rank.
+        Where blocks run out, requests get theirs in rank order, by preempting the last in rank.
         """
         batch, kv = self._state.batch, self._state.kv
         rows = batch.decoding_rows()
-        growing = kv.rows_to_grow(rows, batch.num_tokens[rows])
-        if len(growing) <= kv.num_available_blocks:
-            if len(growing):
-                kv.append(growing)
-        else:
-            for seq in list(batch.sequences[growing]):
-                if seq.row is not None and self._make_room_for(seq):
-                    kv.append(np.array([seq.row], dtype=np.int32))
-            rows = batch.decoding_rows()
-        self.decode_rows = rows
-        self.remaining_tokens -= len(rows)
+        needed = batch.num_tokens[rows] + self._lookahead
+        growing = needed > kv.num_tokens_covered[rows]
+        shared = rows[:0]
+        if batch.num_groups:
+            shared = kv.rows_with_shared_tail(rows, batch.num_computed_tokens[rows])
+        nothing_shared = not len(shared)
+        if not (nothing_shared and self._takes_all_at_once(rows[growing], needed[growing])):
+            needy = np.concatenate([rows[growing], shared])
+            self._grow_one_by_one({seq.request for seq in batch.sequences[needy]}, rows)
+            # What was preempted decodes no more. Nobody else's state has changed.
+            rows = rows[[seq is not None for seq in batch.sequences[rows]]]
+        self._add_decodes(rows)
 
-    def _make_room_for(self, seq: Sequence) -> bool:
-        """Preempt, last in rank first, until a block is available for `seq`; False if it fell itself."""
-        state = self._state
-        while state.kv.num_available_blocks == 0:
-            victim = self._victim_for(seq)
-            if victim is None:
-                self._preempt(seq.request, for_request=seq.request)
-                return False
-            self._preempt(victim, for_request=seq.request)
+    def _takes_all_at_once(self, rows: IntArray, num_tokens: IntArray) -> bool:
+        """Take the blocks that `rows` lack in one slice of the free list; False if there are not enough."""
+        kv = self._state.kv
+        if not len(rows):
+            return True
+        missing = kv.missing_blocks(rows, num_tokens)
+        if missing.sum() > kv.num_available_blocks:
+            return False
+        kv.append(rows, missing)
         return True
 
-    def _victim_for(self, seq: Sequence) -> Request | None:
-        # Those strictly behind `seq` are not in this plan yet: sequences get their blocks in rank order.
-        for behind in self._state.batch.sequences_behind(seq):
-            assert behind.row is not None
-            if self._state.kv.frees_a_block(behind.row):
-                return behind.request
-        return None
+    def _grow_one_by_one(self, needy: set[Request], rows: IntArray) -> None:
+        batch = self._state.batch
+        rows_of: dict[Request, list[Sequence]] = {}
+        for seq in batch.sequences[rows]:
+            if seq.request in needy:
+                rows_of.setdefault(seq.request, []).append(seq)
+        for request, sequences in rows_of.items():
+            if sequences[0].row is not None and self._make_room_for(request, sequences):
+                self._grow(request, sequences)
+
+    def _num_blocks_needed(self, sequences: list[Sequence]) -> int:
+        kv, batch = self._state.kv, self._state.batch
+        rows = np.array([seq.row for seq in sequences], dtype=np.int32)
+        missing = kv.missing_blocks(rows, batch.num_tokens[rows] + self._lookahead).sum()
+        return int(missing) + kv.num_copies_needed(rows, batch.num_computed_tokens[rows])
+
+    def _make_room_for(self, request: Request, sequences: list[Sequence]) -> bool:
+        """Preempt, last in rank first, until `request` can grow; False if it fell itself."""
+        state = self._state
+        while state.kv.num_available_blocks < self._num_blocks_needed(sequences):
+            # Those strictly behind are not in this plan yet: requests get their blocks in rank order.
+            behind = state.batch.requests_behind(request)
+            victim = next((other for other in behind if state.kv.frees_a_block(other)), None)
+            self._preempt(victim or request, for_request=request)
+            if victim is None:
+                return False
+        return True
+
+    def _grow(self, request: Request, sequences: list[Sequence]) -> None:
+        """Take the blocks that sequences of one request need to decode; the caller has seen to it."""
+        kv, batch = self._state.kv, self._state.batch
+        rows = np.array([seq.row for seq in sequences], dtype=np.int32)
+        missing = kv.missing_blocks(rows, batch.num_tokens[rows] + self._lookahead)
+        if missing.any():
+            kv.append(rows[missing > 0], missing[missing > 0])
+        if request.sampling_params.n > 1:
+            pairs = [pair for seq in sequences for pair in kv.copy_shared_tail(seq, seq.num_computed_tokens)]
+            if pairs:
+                self._copies[request] = pairs
+
+    def _add_decodes(self, rows: IntArray) -> None:
+        batch = self._state.batch
+        if batch.has_beams:
+            is_beam = batch.is_beam[rows]
+            for seq in batch.sequences[rows[is_beam]]:
+                self._add_beam(seq)
+            rows = rows[~is_beam]
+        self.decode_rows = np.concatenate([self.decode_rows, rows]) if len(self.decode_rows) else rows
+        self.remaining_tokens -= len(rows) * (1 + self._lookahead)
+
+    def _add_beam(self, seq: Sequence) -> None:
+        request = seq.request
+        assert seq.row is not None
+        self._beams.append(
+            ScheduledSequence(
+                request.request_id,
+                seq.row,
+                start=seq.num_computed_tokens,
+                count=1,
+                num_candidates=num_candidates(request.sampling_params, len(request.stop_token_ids)),
+                is_prefill=False,
+            )
+        )
+        self.remaining_tokens -= 1
+
+    # Preemption
 
     def _preempt(self, request: Request, for_request: Request) -> None:
-        """Free the request's blocks, keep its output, and return it to waiting at its rank."""
         state = self._state
-        for seq in request.sequences:
-            state.kv.free(seq)
-            state.batch.remove(seq)
-            seq.set_num_computed_tokens(0)
-        request.status = RequestStatus.WAITING
-        request.metrics.num_preemptions += 1
-        state.waiting.add(request)
-        self.preempted.append(Preemption(request.request_id, for_request.request_id))
+        mode = self._preemption_mode(request)
+        self._swap_outs += lifecycle.preempt(state, request, mode, for_request)
+        self._copies.pop(request, None)
+        self.preempted.append(Preemption(request.request_id, for_request.request_id, mode))
+
+    def _preemption_mode(self, request: Request) -> PreemptionMode:
+        """One seat is computed again, several are swapped, unless the caller forces either or there is no room."""
+        wanted = self._state.config.preemption_mode
+        if wanted == "recompute" or (wanted == "auto" and request.num_seats == 1):
+            return PreemptionMode.RECOMPUTE
+        if self._swap_ins or not self._state.kv.can_swap_out(request):
+            return PreemptionMode.RECOMPUTE
+        return PreemptionMode.SWAP
 
     # Chunks
 
     def chunks(self, cut: Cut = Cut.ANY) -> None:
-        """Sequences whose prompt is partly computed go on with it. Their blocks are already theirs."""
+        """Sequences whose known tokens are partly computed go on with them. Their blocks are already theirs."""
         for seq in self._state.batch.prefilling_sequences():
-            left = seq.num_tokens - seq.num_computed_tokens
+            if seq.shares is not None:
+                continue
+            left = seq.num_tokens_to_prefill - seq.num_computed_tokens
             if self._why_no_tokens(left, cut) is not None:
                 break
-            self._schedule_prompt(seq, min(left, self.remaining_tokens))
+            self._schedule_prompt(seq)
+
+    def _schedule_prompts(self, sequences: list[Sequence]) -> None:
+        """Compute the known tokens of sequences that have just got their blocks, as far as the budget allows."""
+        for seq in sequences:
+            is_due = self._state.batch.is_prefilling[seq.row] and seq.shares is None
+            if is_due and self.remaining_tokens > 0:
+                self._schedule_prompt(seq)
+
+    def _schedule_prompt(self, seq: Sequence) -> None:
+        """Compute as much of a sequence's known tokens as the budget allows."""
+        request = seq.request
+        params = request.sampling_params
+        assert seq.row is not None
+        start = seq.num_computed_tokens
+        count = min(seq.num_tokens_to_prefill - start, self.remaining_tokens)
+        is_last = start + count == seq.num_tokens
+        samples = candidates = 0
+        if is_last and params.use_beam_search:
+            candidates = num_candidates(params, len(request.stop_token_ids))
+        elif is_last:
+            samples = 1 if request.is_forked else params.n
+        self.sequences.append(ScheduledSequence(request.request_id, seq.row, start, count, samples, candidates))
+        self.remaining_tokens -= count
+
+    def _why_no_tokens(self, needed: int, cut: Cut) -> WaitReason | None:
+        """Why none of `needed` prompt tokens can be computed in what is left of the step."""
+        if self.remaining_tokens <= 0:
+            return WaitReason.NO_BUDGET
+        if needed > self.remaining_tokens and (cut is Cut.NEVER or (cut is Cut.ONLY_FIRST and not self.is_empty)):
+            return WaitReason.NOT_WHOLE
+        return None
+
+    # Swapped
+
+    def swapped(self) -> None:
+        """Swapped requests come back, in rank order, until the first one for which there is no room."""
+        if self.preempted:
+            return
+        request = self._state.swapped.first()
+        while request is not None:
+            following = self._state.swapped.after(request)
+            reason = self._swap_in(request)
+            if reason is not None:
+                self._refusals.append(Refusal(request.request_id, reason))
+                if reason is not WaitReason.ADAPTER or request.is_aged:
+                    return
+            request = following
+
+    def _swap_in(self, request: Request) -> WaitReason | None:
+        """Move `request` from swapped to running and let it decode or go on with its prompt, or say why not."""
+        state = self._state
+        sequences = request.live_sequences
+        if state.batch.num_free_seats < request.num_seats:
+            return WaitReason.NO_SEAT
+        if self.remaining_tokens < len(sequences) * (1 + self._lookahead):
+            return WaitReason.NO_BUDGET
+        if self._is_adapter_refused(request):
+            return WaitReason.ADAPTER
+        status = state.kv.can_swap_in(request, self._lookahead, self._headroom(request))
+        if status is AllocStatus.NEVER:
+            self._give_up(request)
+            return None
+        if status is AllocStatus.LATER:
+            return WaitReason.NO_BLOCKS
+        self._swap_ins += lifecycle.swap_in(state, request)
+        self._swapped_in.append(request.request_id)
+        batch = state.batch
+        ready = [seq for seq in sequences if not batch.is_prefilling[seq.row]]
+        if ready and not (request.sampling_params.use_beam_search and len(ready) < len(sequences)):
+            self._grow(request, ready)
+            self._add_decodes(np.array([seq.row for seq in ready], dtype=np.int32))
+        self._schedule_prompts(sequences)
+        return None
 
     # Admissions
 
     def admissions(self, cut: Cut = Cut.ANY) -> None:
         """Waiting requests start, in rank order, until the first one that cannot."""
         state = self._state
-        while (request := state.waiting.first()) is not None:
-            reason = WaitReason.PREEMPTION if self.preempted else self._admit(request, cut)
+        request = state.waiting.first()
+        while request is not None:
+            following = state.waiting.after(request)
+            reason = self._admit(request, cut)
             if reason is not None:
-                self.refusal = Refusal(request.request_id, reason)
-                break
+                self._refusals.append(Refusal(request.request_id, reason))
+                if reason is not WaitReason.ADAPTER or request.is_aged:
+                    break
+            request = following
 
     def _admit(self, request: Request, cut: Cut) -> WaitReason | None:
         """Move `request` from waiting to running with its first tokens, or say why not now."""
         state = self._state
-        (seq,) = request.sequences
-        if state.batch.num_free_rows < 1:
+        if self.preempted and not self._has_displaced_only_for(request):
+            return WaitReason.PREEMPTION
+        if self._is_behind_swapped(request):
+            return WaitReason.SWAPPED_FIRST
+        if self._is_adapter_refused(request):
+            return WaitReason.ADAPTER
+        if state.batch.num_free_seats < request.num_seats:
             return WaitReason.NO_SEAT
         if self.remaining_tokens <= 0:
             return WaitReason.NO_BUDGET
         if self._is_still_refused(request):
             return WaitReason.NO_BLOCKS
-        prefix = state.kv.find_prefix(seq)
-        num_cached = len(prefix.blocks) * state.kv.block_size
-        reason = self._why_no_tokens(seq.num_tokens - num_cached, cut)
+        plan = state.kv.plan_allocation(request)
+        lead = plan.sequences[0].seq
+        reason = self._why_no_tokens(lead.num_tokens_to_prefill - plan.num_cached_tokens, cut)
         if reason is not None:
             return reason
-        if state.kv.can_allocate(seq, prefix, self._headroom(request)) is not AllocStatus.OK:
+        status = state.kv.can_allocate(plan, self._headroom(request))
+        if status is AllocStatus.NEVER:
+            self._give_up(request)
+            return None
+        if status is AllocStatus.LATER:
             state.block_refusal = BlockRefusal(
                 request, state.kv.num_available_blocks, len(state.batch), state.kv.version
             )
             return WaitReason.NO_BLOCKS
-        state.waiting.remove(request)
-        assert request.seed is not None
-        params = request.sampling_params
-        token_limit = state.config.max_model_len
-        if params.max_tokens is not None:
-            token_limit = min(token_limit, seq.num_prompt_tokens + params.max_tokens)
-        row = state.batch.add(seq, request.seed, token_limit)
-        seq.set_num_computed_tokens(state.kv.allocate(seq, row, prefix))
-        request.status = RequestStatus.RUNNING
-        if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = state.clock.now()
-            request.metrics.num_cached_tokens = num_cached
-        self._schedule_prompt(seq, min(seq.num_tokens - num_cached, self.remaining_tokens))
+        lifecycle.admit(state, request, plan)
+        self._schedule_prompts([part.seq for part in plan.sequences])
         return None
+
+    def _has_displaced_only_for(self, request: Request) -> bool:
+        """Whether all preemptions of this step made room for requests of better priority."""
+        return self._state.order.displaces and all(p.for_request_id == request.request_id for p in self.preempted)
+
+    def _is_behind_swapped(self, request: Request) -> bool:
+        """Whether a swapped request that waits for blocks or seats precedes it in rank."""
+        for swapped in self._state.swapped:
+            if swapped.rank > request.rank:
+                return False
+            if not self._is_adapter_refused(swapped):
+                return True
+        return False
+
+    def _is_adapter_refused(self, request: Request) -> bool:
+        """Whether the step would have more adapters than `max_loras`; the base model is never refused."""
+        adapters = self._state.adapters
+        if request.lora is None or request.lora.lora_int_id in adapters:
+            return False
+        return len(adapters) >= self._state.config.max_loras
 
     def _headroom(self, request: Request) -> int:
         """Blocks to leave free: more for who was thrown out before, none when nothing else runs."""
@@ -223,19 +417,14 @@ class Phases:
             and state.kv.version == last.cache_version
         )
 
-    def _why_no_tokens(self, needed: int, cut: Cut) -> WaitReason | None:
-        """Why none of `needed` prompt tokens can be computed in what is left of the step."""
-        if self.remaining_tokens <= 0:
-            return WaitReason.NO_BUDGET
-        if needed > self.remaining_tokens and cut is Cut.ONLY_FIRST and not self.is_empty:
-            return WaitReason.NOT_WHOLE
-        return None
-
-    def _schedule_prompt(self, seq: Sequence, count: int) -> None:
-        assert seq.row is not None
-        start = seq.num_computed_tokens
-        is_last = start + count == seq.num_tokens
-        self.sequences.append(
-            ScheduledSequence(seq.request.request_id, seq.row, start, count, num_samples=int(is_last))
+    def _give_up(self, request: Request) -> None:
+        """The request cannot go on even alone: it ends with an error and what it has so far."""
+        pool = self._state.kv.pool
+        lifecycle.end_request(
+            self._state,
+            request,
+            FinishReason.ERROR,
+            error=f"its {len(request.live_sequences)} sequences need more than the {pool.num_blocks} KV blocks "
+            f"that there are; raise num_kv_blocks or kv_cache_memory, or lower n",
         )
-        self.remaining_tokens -= count
+        self._ignored.append(request.request_id)

@@ -1,29 +1,38 @@
 """The whole contract between scheduler and runner: a StepPlan goes in, a StepResult comes back."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from treadle.request import IntArray, Request, Sequence
+from treadle.request import IntArray, Request
 from treadle.scheduler.batch import RunningBatch
 
 
 class WaitReason(Enum):
-    """Why the first waiting request was not admitted; those behind it wait for it."""
+    """Why a request was not admitted."""
 
     NO_BLOCKS = "no free blocks"
     NO_SEAT = "no free seat"
     NO_BUDGET = "token budget used up"
     NOT_WHOLE = "prompt does not fit the rest of the budget"
+    ADAPTER = "too many adapters"
+    SWAPPED_FIRST = "a swapped request is before it"
     PREEMPTION = "a preemption in this step"
     DECODE_STEP = "decode step"
 
 
+class PreemptionMode(StrEnum):
+    """How a request gives up its blocks: to be computed again, or moved to the host tier."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The first waiting request and why it has to go on waiting."""
+    """A request that was looked at and has to go on waiting, and why; those behind it wait for it."""
 
     request_id: str
     reason: WaitReason
@@ -35,39 +44,53 @@ class Preemption:
 
     request_id: str
     for_request_id: str
+    mode: PreemptionMode
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A sequence in the step that is not a plain decode: a prompt, or a part of one.
+    """A sequence in the step that is not a plain decode: a prompt, a part of one, or a beam.
 
     Attributes:
         request_id: whose it is.
         row: its row in the batch.
         start: position of the first token to compute; everything before it is computed.
         count: tokens to compute.
-        num_samples: tokens to sample after the last one; 0 while more of the prompt is to come.
+        num_samples: tokens to sample after the last one: 0 while more is to be computed, several where a
+            prompt forks.
+        num_candidates: most likely next tokens to report with their log-probabilities (beam search).
+        is_prefill: whether it computes tokens known at its admission.
     """
 
     request_id: str
     row: int
     start: int
     count: int
-    num_samples: int
+    num_samples: int = 0
+    num_candidates: int = 0
+    is_prefill: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step runs.
 
+    Block moves are done first, in this order: swap-outs, swap-ins, copies.
+
     Attributes:
         step: number of the step, from 1.
-        sequences: prompts and parts of prompts, computed first.
+        sequences: prompts and parts of prompts, then beams.
         decode_rows: int32 [n], rows that compute their last token and sample the next one.
         batch: the rows' arrays; they do not change until `update`.
         block_tables: int32 [rows, max_blocks], block ids by row.
+        num_lookahead_slots: slots after the next token that each decoding row may write.
+        blocks_to_swap_out: (device block, host block).
+        blocks_to_swap_in: (host block, device block).
+        blocks_to_copy: (device block, device block).
         preempted: who lost its blocks while the step was planned.
-        refusal: who waits first, and why.
+        swapped_in: who came back from the host tier.
+        ignored: who was ended with an error, because it cannot go on even alone.
+        refusals: who was looked at and has to wait, and why.
         num_waiting: requests in the waiting queue after planning.
         running_queue_size: requests in the running queue after planning.
     """
@@ -77,25 +100,36 @@ class StepPlan:
     decode_rows: IntArray
     batch: RunningBatch
     block_tables: IntArray
+    num_lookahead_slots: int = 0
+    blocks_to_swap_out: tuple[tuple[int, int], ...] = ()
+    blocks_to_swap_in: tuple[tuple[int, int], ...] = ()
+    blocks_to_copy: tuple[tuple[int, int], ...] = ()
     preempted: tuple[Preemption, ...] = ()
-    refusal: Refusal | None = None
+    swapped_in: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
     num_waiting: int = 0
     running_queue_size: int = 0
 
     @property
     def num_prefill_groups(self) -> int:
-        """Requests in the step that compute prompt tokens."""
-        return len(self.sequences)
+        """Sequences in the step that compute prompt tokens."""
+        return sum(s.is_prefill for s in self.sequences)
 
     @property
     def num_batched_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return len(self.decode_rows) + sum(s.count for s in self.sequences)
+        """Tokens that the step computes, lookahead slots included."""
+        return len(self.decode_rows) * (1 + self.num_lookahead_slots) + sum(s.count for s in self.sequences)
 
     @property
     def is_empty(self) -> bool:
         """Whether the step runs nothing."""
         return not self.sequences and not len(self.decode_rows)
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks have to be swapped or copied, even if nothing runs."""
+        return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +156,16 @@ class SequenceResult:
     """The runner's answer for one ScheduledSequence.
 
     Attributes:
-        token_ids: the sampled tokens, `num_samples` of them.
+        token_ids: the sampled tokens, `num_samples` of them, for the request's sequences in their order.
+        logprobs: one per token, if the request asked.
+        candidates: (token, log-probability), best first, `num_candidates` of them.
         prompt_logprobs: for the tokens at positions start + 1 … of the prompt, as far as this part
             reaches; empty unless the request asked.
     """
 
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    candidates: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -137,12 +175,16 @@ class StepResult:
 
     Attributes:
         sequences: one per entry of `plan.sequences`.
-        decode_token_ids: int32 [len(plan.decode_rows)], sampled tokens.
+        decode_token_ids: int32 [len(plan.decode_rows)], sampled tokens; with lookahead slots
+            [len(plan.decode_rows), 1 + num_lookahead_slots].
+        num_accepted: int32 [len(plan.decode_rows)], with lookahead slots: how many of each row's tokens
+            count, at least 1. The KV of all but the last of them is in place.
         logprobs: row → log-probabilities of the row's sampled token, for rows that asked.
     """
 
     sequences: tuple[SequenceResult, ...]
     decode_token_ids: IntArray
+    num_accepted: IntArray | None = None
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     @staticmethod
@@ -156,13 +198,13 @@ class StepOutputs:
     """What a step changed, for whoever turns tokens into answers.
 
     Attributes:
-        sequences: object [n], the sequences that got a token.
+        sequences: object [n], the sequences that got a token; with lookahead one may get several, in order.
         token_ids: int32 [n], the tokens.
-        logprobs: log-probabilities of new tokens, for sequences that asked.
+        logprobs: place in `sequences` → log-probabilities, for sequences that asked.
         prompt_logprobs: request, position of the first token, log-probabilities of the tokens from there.
     """
 
     sequences: npt.NDArray[np.object_]
     token_ids: IntArray
-    logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Request, int, tuple[TokenLogprobs, ...]]] = field(default_factory=list)

@@ -1,114 +1,171 @@
-"""The scheduler: three verbs (add, schedule, update) over two queues.
+"""The scheduler: three verbs (add, schedule, update) over three queues: waiting, running, swapped.
 
-::
-
-    add → waiting ──admissions──▶ running ──update──▶ finished
-             ▲                       │
-             └──────── preempt ──────┘
-
-It knows requests, rows and block ids. It knows no tensors, no text and no threads.
+It knows requests, rows and block ids. It knows no tensors, no text and no threads. What moves a request from
+queue to queue is in lifecycle.py, what a step may do in phases.py, and what it does in policies/.
 """
 
+import heapq
 import operator
 
 import numpy as np
 
 from treadle.clock import Clock, SystemClock
 from treadle.config import CacheConfig, SchedulerConfig
-from treadle.errors import ConfigError, EngineError, InvalidRequestError
+from treadle.errors import ConfigError, EngineError, InvalidRequestError, Overloaded
 from treadle.kvcache import KVCacheManager
 from treadle.request import FinishReason, IntArray, Request, RequestStatus, Sequence
+from treadle.scheduler import lifecycle
 from treadle.scheduler.batch import RunningBatch
-from treadle.scheduler.phases import Phases, SchedulerState
-from treadle.scheduler.plan import SequenceResult, StepOutputs, StepPlan, StepResult
-from treadle.scheduler.policies import make_phase_policy
+from treadle.scheduler.beams import select
+from treadle.scheduler.phases import Phases
+from treadle.scheduler.plan import SequenceResult, StepOutputs, StepPlan, StepResult, TokenLogprobs
+from treadle.scheduler.policies.registry import (
+    WHOLE_PROMPT_POLICIES,
+    make_phase_policy,
+    make_queue_order,
+)
 from treadle.scheduler.queue import RankedQueue
+from treadle.scheduler.state import SchedulerState
 
 
 class Scheduler:
     """Decides what each step runs, and takes the step's result back into the requests.
 
     Args:
-        config: limits and policy. `max_model_len` must fit the pool: one sequence can always run alone.
+        config: limits and policies. `max_model_len` must fit the pool: one sequence can always run alone.
         cache_config: shape of the KV cache.
         clock: where times come from.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, cache_config: CacheConfig, clock: Clock | None = None
-    ) -> None:
-        if config.max_model_len > cache_config.num_slots:
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, clock: Clock | None = None) -> None:
+        slots_of_one = config.max_model_len + config.num_lookahead_slots
+        if slots_of_one > cache_config.num_slots:
+            lookahead = f" and {config.num_lookahead_slots} lookahead slots" if config.num_lookahead_slots else ""
             raise ConfigError(
                 "max_model_len",
                 f"must be at most the {cache_config.num_slots} tokens that the KV pool holds "
                 f"({cache_config.num_blocks} blocks of {cache_config.block_size}); "
-                f"got {config.max_model_len}",
+                f"got {config.max_model_len}{lookahead}",
+            )
+        if config.policy in WHOLE_PROMPT_POLICIES and config.max_num_batched_tokens < config.max_model_len:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"must be at least max_model_len ({config.max_model_len}) under {config.policy!r}, which "
+                f"computes prompts whole; got {config.max_num_batched_tokens}",
             )
         self.config = config
-        self.kv = KVCacheManager(
-            num_blocks=cache_config.num_blocks,
-            block_size=cache_config.block_size,
-            max_rows=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            enable_prefix_caching=cache_config.enable_prefix_caching,
-        )
-        self.batch = RunningBatch(config.max_num_seqs, config.max_model_len)
-        self.waiting = RankedQueue()
         self._clock = clock or SystemClock()
         self._policy = make_phase_policy(config)
-        self._state = SchedulerState(config, self._clock, self.kv, self.batch, self.waiting)
-        self._requests: dict[str, Request] = {}
-        self._finished: list[Request] = []
+        self._state = SchedulerState(
+            config=config,
+            clock=self._clock,
+            kv=KVCacheManager(
+                num_blocks=cache_config.num_blocks,
+                num_host_blocks=cache_config.num_host_blocks,
+                block_size=cache_config.block_size,
+                max_rows=config.max_num_seqs,
+                max_tokens=slots_of_one,
+                enable_prefix_caching=cache_config.enable_prefix_caching,
+            ),
+            batch=RunningBatch(config.max_num_seqs, config.max_model_len),
+            order=make_queue_order(config),
+            num_lookahead_slots=config.num_lookahead_slots,
+        )
         self._aborts_after_step: list[str] = []
         self._plan: StepPlan | None = None
         self._num_added = 0
-        self._num_steps = 0
         self._num_empty_steps = 0
+        # (time at which a request ages, arrival number, request): a heap.
+        self._ageing: list[tuple[float, int, Request]] = []
 
     # Questions
 
     @property
+    def kv(self) -> KVCacheManager:
+        """Who holds which blocks."""
+        return self._state.kv
+
+    @property
+    def batch(self) -> RunningBatch:
+        """The running sequences."""
+        return self._state.batch
+
+    @property
+    def waiting(self) -> RankedQueue:
+        """Requests that hold no blocks, in rank order."""
+        return self._state.waiting
+
+    @property
+    def swapped(self) -> RankedQueue:
+        """Requests whose blocks rest in the host tier, in rank order."""
+        return self._state.swapped
+
+    @property
+    def num_lookahead_slots(self) -> int:
+        """Slots that each decoding sequence gets beyond its next token, in the steps to come."""
+        return self._state.num_lookahead_slots
+
+    @property
     def num_unfinished_requests(self) -> int:
-        """Requests waiting or running."""
-        return len(self._requests)
+        """Requests waiting, running or swapped."""
+        return len(self._state.requests)
 
     @property
     def has_undelivered_requests(self) -> bool:
         """Whether requests have ended that `take_finished` has not handed out."""
-        return bool(self._finished)
+        return bool(self._state.finished)
 
     def unfinished_requests(self) -> list[Request]:
-        """Every request that is waiting or running, in order of arrival."""
-        return list(self._requests.values())
+        """Every request that is waiting, running or swapped, in order of arrival."""
+        return list(self._state.requests.values())
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request of that name."""
-        return self._requests.get(request_id)
+        return self._state.requests.get(request_id)
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequestError if `request` could not be added."""
-        if request.request_id in self._requests:
+        """Raise InvalidRequestError if `request` could never be added, Overloaded if not now."""
+        config, waiting = self.config, self._state.waiting
+        if request.request_id in self._state.requests:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already in use")
-        (seq,) = request.sequences
-        if not 0 < seq.num_tokens < self.config.max_model_len:
+        num_tokens = len(request.prompt_token_ids)
+        if not 0 < num_tokens < config.max_model_len:
             raise InvalidRequestError(
                 "prompt",
-                f"must have 1 to {self.config.max_model_len - 1} tokens (max_model_len less one), "
-                f"got {seq.num_tokens}",
+                f"must have 1 to {config.max_model_len - 1} tokens (max_model_len less one), got {num_tokens}",
             )
+        if request.sampling_params.n > config.max_num_seqs:
+            raise InvalidRequestError(
+                "n", f"must be at most max_num_seqs ({config.max_num_seqs}), got {request.sampling_params.n}"
+            )
+        if request.lora is not None and config.max_loras < 1:
+            raise InvalidRequestError(
+                "lora_request", f"adapter {request.lora.lora_name!r}: adapters are off (max_loras is 0)"
+            )
+        for limit, queued, new, what in (
+            (config.max_num_queued_requests, len(waiting), 1, "requests"),
+            (config.max_num_queued_tokens, waiting.num_prompt_tokens, num_tokens, "prompt tokens"),
+        ):
+            if limit is not None and queued + new > limit:
+                raise Overloaded(
+                    f"the queue is full: {queued} {what} wait and at most {limit} may; try again later",
+                    len(waiting),
+                    waiting.num_prompt_tokens,
+                )
 
     # Commands
 
     def add(self, request: Request) -> None:
-        """Queue `request`; InvalidRequestError if it can never run."""
+        """Queue `request`; InvalidRequestError if it can never run, Overloaded if the queue is full."""
         self.check(request)
         request.arrival_number = self._num_added
-        request.rank = (request.arrival_number,)
+        request.rank = (1, self._state.order.key(request), request.arrival_number)
         if request.seed is None:
             request.seed = derive_seed(self.config.seed, request.arrival_number)
         self._num_added += 1
-        self._requests[request.request_id] = request
-        self.waiting.add(request)
+        self._state.requests[request.request_id] = request
+        self._state.waiting.add(request)
+        self._watch_age(request)
 
     def abort(self, request_id: str) -> None:
         """End a request early; while a step executes this takes effect after it. Unknown ids are ignored."""
@@ -117,117 +174,225 @@ class Scheduler:
         else:
             self.finish(request_id, FinishReason.ABORT)
 
-    def finish(
-        self,
-        request_id: str,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        error: str | None = None,
-    ) -> None:
+    def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """End a request between steps and free its blocks. Unknown or finished ids are ignored."""
-        request = self._requests.get(request_id)
+        request = self._state.requests.get(request_id)
         if request is not None:
-            self._finish(request, reason, stop_reason, error)
+            lifecycle.end_request(self._state, request, reason, error=error)
+
+    def finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End one sequence of a request between steps. A finished one is ignored."""
+        if not seq.is_finished:
+            lifecycle.end_sequence(self._state, seq, reason, stop_reason)
+
+    def set_num_lookahead_slots(self, count: int) -> None:
+        """Change the number of lookahead slots for the steps to come.
+
+        Args:
+            count: 0 up to the number that the scheduler was made for.
+        """
+        if not 0 <= count <= self.config.num_lookahead_slots:
+            raise ConfigError(
+                "num_lookahead_slots",
+                f"must be 0 to {self.config.num_lookahead_slots}, as set at the start; got {count}",
+            )
+        self._state.num_lookahead_slots = count
 
     def take_finished(self) -> list[Request]:
         """Hand out the requests that have ended since the last call, each once."""
-        finished, self._finished = self._finished, []
+        finished, self._state.finished = self._state.finished, []
         return finished
 
     def schedule(self) -> StepPlan:
         """Plan the next step. The result must come back through `update` or `fail` before the next call."""
         if self._plan is not None:
             raise EngineError("schedule() was called again before update() or fail()")
+        self._state.step += 1
+        self._let_age()
+        before = self._queue_lengths()
         phases = Phases(self._state)
+        phases.displacement()
         self._policy.run(phases)
-        self._num_steps += 1
-        plan = phases.plan(self._num_steps)
-        self._watch_progress(plan)
+        plan = phases.plan()
+        self._watch_progress(plan, has_changed=self._queue_lengths() != before)
+        if self.config.age_limit_s is not None:
+            for preemption in plan.preempted:
+                self._watch_age(self._state.requests[preemption.request_id])
         self._plan = plan
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take a step's result into the requests: append tokens, see who has ended, free what they held."""
         self._close(plan)
-        batch = self.batch
-        outputs_of_prompts: list[tuple[Request, int, SequenceResult]] = []
-        first_rows: list[int] = []
-        first_tokens: list[int] = []
+        batch = self._state.batch
+        prompt_logprobs: list[tuple[Request, int, tuple[TokenLogprobs, ...]]] = []
+        first: list[tuple[Sequence, int, TokenLogprobs | None]] = []
+        beams: dict[Request, list[tuple[Sequence, SequenceResult]]] = {}
         for scheduled, answer in zip(plan.sequences, result.sequences, strict=True):
             seq: Sequence = batch.sequences[scheduled.row]
             computed = scheduled.start + scheduled.count
-            seq.set_num_computed_tokens(computed)
-            self.kv.index_computed(seq, computed)
+            if scheduled.is_prefill:
+                lifecycle.computed(self._state, seq, computed)
+            else:
+                seq.set_num_computed_tokens(computed)
             if answer.prompt_logprobs:
-                outputs_of_prompts.append((seq.request, scheduled.start + 1, answer))
-            if scheduled.num_samples:
-                batch.finish_prefill(scheduled.row)
-                first_rows.append(scheduled.row)
-                first_tokens.append(answer.token_ids[0])
-        batch.num_computed_tokens[plan.decode_rows] += 1
-        rows, token_ids = plan.decode_rows, result.decode_token_ids
-        if first_rows:
-            rows = np.concatenate([np.array(first_rows, dtype=np.int32), rows])
-            token_ids = np.concatenate([np.array(first_tokens, dtype=np.int32), token_ids])
-        outputs = StepOutputs(
-            sequences=batch.sequences[rows],
-            token_ids=token_ids,
-            logprobs={batch.sequences[row]: value for row, value in result.logprobs.items()},
-            prompt_logprobs=[(r, start, a.prompt_logprobs) for r, start, a in outputs_of_prompts],
-        )
-        if len(rows):
-            self._append(rows, token_ids, num_first=len(first_rows))
+                prompt_logprobs.append((seq.request, scheduled.start + 1, answer.prompt_logprobs))
+            if scheduled.num_candidates:
+                beams.setdefault(seq.request, []).append((seq, answer))
+            elif scheduled.num_samples:
+                targets = [seq]
+                if scheduled.num_samples > 1:
+                    targets = lifecycle.fork(self._state, seq.request, scheduled.num_samples)
+                logprobs = answer.logprobs or (None,) * len(targets)
+                first += zip(targets, answer.token_ids, logprobs, strict=True)
+        outputs = self._append(plan, result, first, prompt_logprobs)
+        for request, answers in beams.items():
+            self._advance_beams(request, answers)
         self._apply_aborts()
         return outputs
 
     def fail(self, plan: StepPlan, error: str) -> None:
-        """The step could not be run: end its requests with an error and free their blocks."""
+        """The step could not be run: end its requests with an error and free their blocks.
+
+        Requests whose blocks were to be moved between the tiers are computed again instead.
+        """
         self._close(plan)
+        batch = self._state.batch
+        swapped_out = {p.request_id for p in plan.preempted if p.mode == "swap"}
+        for request_id in sorted(swapped_out | set(plan.swapped_in)):
+            request = self._state.requests.get(request_id)
+            if request is not None:
+                lifecycle.recompute_lost(self._state, request)
         rows = [s.row for s in plan.sequences] + plan.decode_rows.tolist()
-        for seq in [self.batch.sequences[row] for row in rows]:
-            if not seq.is_finished:
-                self._finish(seq.request, FinishReason.ERROR, error=error)
+        for seq in [batch.sequences[row] for row in rows]:
+            if seq is not None and not seq.is_finished:
+                lifecycle.end_request(self._state, seq.request, FinishReason.ERROR, error=error)
         self._apply_aborts()
 
     # Inside
 
-    def _append(self, rows: IntArray, token_ids: IntArray, num_first: int) -> None:
-        batch = self.batch
+    def _append(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        first: list[tuple[Sequence, int, TokenLogprobs | None]],
+        prompt_logprobs: list[tuple[Request, int, tuple[TokenLogprobs, ...]]],
+    ) -> StepOutputs:
+        """Append the step's tokens, those after prompts first, and end the sequences that have come to an end."""
+        batch, kv = self._state.batch, self._state.kv
         now = self._clock.now()
-        for seq in batch.sequences[rows[:num_first]]:
+        for seq, _, _ in first:
             if seq.request.metrics.first_token_time is None:
                 seq.request.metrics.first_token_time = now
-        ended = batch.append_tokens(rows, token_ids)
-        for i in np.flatnonzero(ended).tolist():
-            seq = batch.sequences[rows[i]]
-            token_id = int(token_ids[i])
-            seq.request.metrics.last_token_time = now
-            if token_id in seq.request.stop_token_ids:
-                named = seq.request.sampling_params.stop_token_ids or ()
-                self._finish(seq.request, FinishReason.STOP, token_id if token_id in named else None)
-            else:
-                self._finish(seq.request, FinishReason.LENGTH)
+        rounds = self._decode_rounds(plan, result)
+        logprobs = {i: value for i, (_, _, value) in enumerate(first) if value is not None}
+        if result.logprobs:
+            at = {row: len(first) + i for i, row in enumerate(plan.decode_rows.tolist())}
+            logprobs |= {at[row]: value for row, value in result.logprobs.items()}
+        if first:
+            rows = np.array([seq.row for seq, _, _ in first], dtype=np.int32)
+            tokens = np.array([token for _, token, _ in first], dtype=np.int32)
+            rounds[0] = (np.concatenate([rows, rounds[0][0]]), np.concatenate([tokens, rounds[0][1]]))
+        sequences, token_ids = [], []
+        for rows, tokens in rounds:
+            alive = batch.sequences[rows]
+            if len(rounds) > 1:  # with lookahead a sequence may have ended in an earlier round
+                still = np.array([seq is not None for seq in alive], dtype=np.bool_)
+                rows, tokens, alive = rows[still], tokens[still], alive[still]
+            if not len(rows):
+                continue
+            sequences.append(alive)
+            token_ids.append(tokens)
+            ended = batch.append_tokens(rows, tokens)
+            # All tokens but the new one are computed now.
+            batch.num_computed_tokens[rows] = batch.num_tokens[rows] - 1
+            for i in np.flatnonzero(ended).tolist():
+                self._end_by_token(alive[i], int(tokens[i]), now)
+        if plan.num_lookahead_slots:
+            rows = np.array([row for row in plan.decode_rows.tolist() if batch.sequences[row]], dtype=np.int32)
+            kv.trim(rows, batch.num_tokens[rows])
+        if len(sequences) == 1:
+            return StepOutputs(sequences[0], token_ids[0], logprobs, prompt_logprobs)
+        if not sequences:
+            nobody = np.empty(0, dtype=np.object_)
+            return StepOutputs(nobody, np.empty(0, dtype=np.int32), logprobs, prompt_logprobs)
+        return StepOutputs(np.concatenate(sequences), np.concatenate(token_ids), logprobs, prompt_logprobs)
 
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        error: str | None = None,
-    ) -> None:
-        if request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
-        for seq in request.sequences:
-            if seq.row is not None:
-                self.kv.free(seq)
-                self.batch.remove(seq)
-            seq.finish_reason = reason
-            seq.stop_reason = stop_reason
-        request.status = RequestStatus.FINISHED
-        request.error = error
-        request.metrics.finished_time = self._clock.now()
-        del self._requests[request.request_id]
-        self._finished.append(request)
+    @staticmethod
+    def _decode_rounds(plan: StepPlan, result: StepResult) -> list[tuple[IntArray, IntArray]]:
+        """The decodes' rows and tokens; with lookahead first everybody's first token, then the second ones, …"""
+        accepted = result.num_accepted
+        if accepted is None or not len(accepted):
+            return [(plan.decode_rows, result.decode_token_ids.reshape(-1))]
+        rounds = []
+        for i in range(int(accepted.max())):
+            has_more = accepted > i
+            rounds.append((plan.decode_rows[has_more], result.decode_token_ids[has_more, i]))
+        return rounds
+
+    def _end_by_token(self, seq: Sequence, token_id: int, now: float) -> None:
+        request = seq.request
+        request.metrics.last_token_time = now
+        if token_id in request.stop_token_ids:
+            named = request.sampling_params.stop_token_ids or ()
+            lifecycle.end_sequence(self._state, seq, FinishReason.STOP, token_id if token_id in named else None)
+        else:
+            lifecycle.end_sequence(self._state, seq, FinishReason.LENGTH)
+
+    def _advance_beams(self, request: Request, answers: list[tuple[Sequence, SequenceResult]]) -> None:
+        """One step of a beam search: the best continuations take the beams' places."""
+        state = self._state
+        now = self._clock.now()
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        request.metrics.last_token_time = now
+        search = lifecycle.beam_search(state, request)
+        beams = [seq for seq, _ in answers]
+        going_on, ending = select(
+            [seq.cumulative_logprob for seq in beams],
+            [answer.candidates for _, answer in answers],
+            request.sampling_params.n,
+            request.stop_token_ids,
+        )
+        num_outputs = beams[0].num_output_tokens + 1
+        named = request.sampling_params.stop_token_ids or ()
+        for c in ending:
+            tokens = np.append(beams[c.parent].token_ids, np.int32(c.token_id))
+            stop_reason = c.token_id if c.token_id in named else None
+            search.add(tokens, num_outputs, c.cumulative_logprob, FinishReason.STOP, stop_reason)
+        at_limit = beams[0].num_tokens + 1 >= lifecycle.token_limit(state, request)
+        is_over = not going_on or search.is_over(going_on[0].cumulative_logprob, num_outputs)
+        if at_limit and not is_over:
+            for c in going_on:
+                tokens = np.append(beams[c.parent].token_ids, np.int32(c.token_id))
+                search.add(tokens, num_outputs, c.cumulative_logprob, FinishReason.LENGTH)
+            is_over = True
+        if is_over:
+            lifecycle.end_beams(state, request)
+            return
+        lifecycle.replace_beams(state, request, beams, going_on)
+
+    def _watch_age(self, request: Request) -> None:
+        limit = self.config.age_limit_s
+        if limit is not None and not request.is_aged:
+            heapq.heappush(self._ageing, (request.waiting_since + limit, request.arrival_number, request))
+
+    def _let_age(self) -> None:
+        """Those who have waited longer than the age limit go before all that have not, in order of arrival."""
+        if not self._ageing:
+            return
+        now = self._clock.now()
+        limit = self.config.age_limit_s
+        assert limit is not None
+        while self._ageing and self._ageing[0][0] <= now:
+            since, _, request = heapq.heappop(self._ageing)
+            queues = {RequestStatus.WAITING: self._state.waiting, RequestStatus.SWAPPED: self._state.swapped}
+            queue = queues.get(request.status)
+            if queue is None or request.is_aged or request.waiting_since + limit > since:
+                continue
+            queue.remove(request)
+            request.rank = (0, 0.0, request.arrival_number)
+            queue.add(request)
 
     def _close(self, plan: StepPlan) -> None:
         if plan is not self._plan:
@@ -239,16 +404,20 @@ class Scheduler:
         for request_id in aborts:
             self.finish(request_id, FinishReason.ABORT)
 
-    def _watch_progress(self, plan: StepPlan) -> None:
+    def _queue_lengths(self) -> tuple[int, int, int]:
+        return len(self.waiting), len(self.swapped), len(self.batch)
+
+    def _watch_progress(self, plan: StepPlan, has_changed: bool) -> None:
         """A step that runs nothing must have changed a queue, and the next one must run something."""
-        if not plan.is_empty or not self._requests:
+        if not plan.is_empty or not self._state.requests:
             self._num_empty_steps = 0
             return
         self._num_empty_steps += 1
-        if self._num_empty_steps >= 2 or not plan.preempted:
+        if self._num_empty_steps >= 2 or not has_changed:
             raise EngineError(
                 f"the scheduler is stuck at step {plan.step}: {len(self.waiting)} requests wait, "
-                f"{len(self.batch)} sequences run, {self.kv.num_available_blocks} blocks are available"
+                f"{len(self.swapped)} are swapped, {len(self.batch)} sequences run, "
+                f"{self.kv.num_available_blocks} blocks are available"
             )
 
 

@@ -41,9 +41,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(format: str) -> str:
@@ -97,9 +95,7 @@ class ChatTemplate:
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens, **extra
             )
         except jinja2.TemplateError as error:
-            raise InvalidRequestError(
-                "messages", f"the model's chat template refused them: {error}"
-            ) from error
+            raise InvalidRequestError("messages", f"the model's chat template refused them: {error}") from error
         except Exception as error:  # a template can fail in any way that Python can
             raise InvalidRequestError("messages", f"the chat template failed on them: {error!r}") from error
 
@@ -116,6 +112,4 @@ def check_messages(messages: Any) -> None:
         if not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"messages[{i}].role", f"must be a string, got {message.get('role')!r}")
         if not isinstance(message.get("content"), str):
-            raise InvalidRequestError(
-                f"messages[{i}].content", f"must be a string, got {message.get('content')!r}"
-            )
+            raise InvalidRequestError(f"messages[{i}].content", f"must be a string, got {message.get('content')!r}")

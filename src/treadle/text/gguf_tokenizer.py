@@ -20,9 +20,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3_WORDS = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2_WORDS = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_QWEN2_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -84,9 +82,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             f"and 'llama' (SentencePiece BPE)"
         )
     types = metadata.get("tokenizer.ggml.token_type") or []
-    backend.add_special_tokens(
-        [_added(tokens[i]) for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)]
-    )
+    backend.add_special_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)])
     backend.add_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind == _USER_DEFINED])
     bos, eos = _special(metadata, tokens, "bos"), _special(metadata, tokens, "eos")
     before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", add_bos) else []
@@ -111,8 +107,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.pre {name!r} is not supported; supported are "
-            f"{', '.join(sorted(_PRE_TOKENIZERS))}"
+            f"tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(sorted(_PRE_TOKENIZERS))}"
         )
     pre_tokenizer, ignore_merges, nfc, add_bos = _PRE_TOKENIZERS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
@@ -137,9 +132,7 @@ def _sentencepiece_bpe(
     types = metadata.get("tokenizer.ggml.token_type") or []
     unknown = next((tokens[i] for i, kind in enumerate(types) if kind == _UNKNOWN), None)
     backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab, _merges(vocab, tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
-        )
+        models.BPE(vocab, _merges(vocab, tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     add_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     prepend = [normalizers.Prepend("▁")] if add_prefix else []

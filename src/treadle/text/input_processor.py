@@ -1,5 +1,6 @@
 """From what a caller passes as a prompt to a checked Request."""
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any, SupportsIndex, TypedDict
 
 from treadle.config import RequestLimits
 from treadle.errors import InvalidRequestError
+from treadle.lora import LoRARequest
 from treadle.request import Request
 from treadle.sampling_params import SamplingParams
 from treadle.text.tokenizer import Tokenizer
@@ -30,6 +32,33 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 """What a caller may pass as one prompt."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOptions:
+    """How a request is to be scheduled.
+
+    Attributes:
+        priority: lower goes first, under the order `priority`.
+        tenant: whose it is, under the order `fair`.
+        deadline_s: seconds from now by which it should be done, under the order `deadline`.
+        lora_request: the adapter that it needs.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    deadline_s: float | None = None
+    lora_request: LoRARequest | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InvalidRequestError("priority", f"must be an integer, got {self.priority!r}")
+        if not isinstance(self.tenant, str):
+            raise InvalidRequestError("tenant", f"must be a string, got {self.tenant!r}")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise InvalidRequestError("deadline_s", f"must be greater than 0, got {self.deadline_s!r}")
+        if self.lora_request is not None and not isinstance(self.lora_request, LoRARequest):
+            raise InvalidRequestError("lora_request", f"must be a LoRARequest, got {self.lora_request!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +87,7 @@ class InputProcessor:
         request_ids: Sequence[str],
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
+        options: Sequence[RequestOptions],
         *,
         arrival_time: float,
         add_special_tokens: bool = True,
@@ -68,6 +98,7 @@ class InputProcessor:
             request_ids: their names.
             prompts: what the caller passed.
             params: one per prompt.
+            options: one per prompt.
             arrival_time: seconds on the engine's clock.
             add_special_tokens: whether texts get what the model puts around a text, as BOS.
         """
@@ -75,10 +106,12 @@ class InputProcessor:
         texts = [prompt.text for prompt in parsed if prompt.text is not None]
         encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens))
         requests = []
-        for i, (request_id, prompt, param) in enumerate(zip(request_ids, parsed, params, strict=True)):
+        for i, (request_id, prompt, param, option) in enumerate(
+            zip(request_ids, parsed, params, options, strict=True)
+        ):
             token_ids = next(encoded) if prompt.token_ids is None else prompt.token_ids
             try:
-                requests.append(self._make_request(request_id, prompt, token_ids, param, arrival_time))
+                requests.append(self._make_request(request_id, prompt, token_ids, param, option, arrival_time))
             except InvalidRequestError as error:
                 if len(parsed) == 1:
                     raise
@@ -91,6 +124,7 @@ class InputProcessor:
         prompt: _ParsedPrompt,
         token_ids: Sequence[Any],
         params: SamplingParams,
+        options: RequestOptions,
         arrival_time: float,
     ) -> Request:
         self._limits.check(token_ids, params)
@@ -109,6 +143,10 @@ class InputProcessor:
             params,
             stop_token_ids=stop_ids,
             arrival_time=arrival_time,
+            priority=options.priority,
+            tenant=options.tenant,
+            deadline=math.inf if options.deadline_s is None else arrival_time + options.deadline_s,
+            lora=options.lora_request,
             cache_salt=prompt.cache_salt,
             prompt=prompt.text,
         )

@@ -23,33 +23,31 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._states: dict[str, _RequestState] = {}
+        self._requests: dict[str, _RequestState] = {}
 
     def add(self, request: Request, *, stream: bool) -> None:
         """Start to follow `request`; with `stream`, every token gives an output of what is new."""
-        self._states[request.request_id] = _RequestState(request, self._tokenizer, stream)
+        self._requests[request.request_id] = _RequestState(request, self._tokenizer, stream)
 
-    def process(self, outputs: StepOutputs) -> list[tuple[str, str]]:
-        """Take a step's tokens; returns (request id, stop string) for requests that have met one."""
+    def process(self, outputs: StepOutputs) -> list[tuple[Sequence, str]]:
+        """Take a step's tokens; returns (sequence, stop string) for sequences that have met one."""
         for request, position, entries in outputs.prompt_logprobs:
-            self._states[request.request_id].take_prompt_logprobs(position, entries)
+            self._requests[request.request_id].take_prompt_logprobs(position, entries)
         stopped = []
-        for seq, token_id in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True):
-            state = self._states[seq.request.request_id]
+        for i, (seq, token_id) in enumerate(zip(outputs.sequences, outputs.token_ids.tolist(), strict=True)):
+            state = self._requests[seq.request.request_id]
             if state.watched:
-                state.take_token(seq, token_id, outputs.logprobs.get(seq))
-                if state.stop_string is not None:
-                    stopped.append((seq.request.request_id, state.stop_string))
+                completion = state.completion(seq)
+                completion.take_token(seq, token_id, outputs.logprobs.get(i))
+                if completion.stop_string is not None:
+                    stopped.append((seq, completion.stop_string))
         return stopped
 
     def collect(self, finished: Iterable[Request]) -> list[RequestOutput]:
         """The outputs that are due: what is new for streaming requests, and the answers of ended ones."""
-        results = []
-        ended = {request.request_id for request in finished}
-        for request_id in ended:
-            results.append(self._states.pop(request_id).final_output())
-        if any(state.stream for state in self._states.values()):
-            results += [s.delta() for s in self._states.values() if s.stream and s.new_token_ids]
+        results = [self._requests.pop(request.request_id).final_output() for request in finished]
+        if any(state.stream for state in self._requests.values()):
+            results += [s.delta() for s in self._requests.values() if s.stream and s.has_news]
         return results
 
 
@@ -59,29 +57,91 @@ class _RequestState:
     Attributes:
         stream: whether every token gives an output.
         watched: whether tokens have to be looked at one by one.
-        new_token_ids: tokens since the last output.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, stream: bool) -> None:
         params = request.sampling_params
-        self.request = request
         self.stream = stream
         self.watched = stream or bool(params.stop_strings) or params.logprobs is not None
+        self._request = request
+        self._tokenizer = tokenizer
+        self._completions: dict[int, _CompletionState] = {}
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a sequence has got a token since the last output."""
+        return any(completion.new_token_ids for completion in self._completions.values())
+
+    def completion(self, seq: Sequence) -> "_CompletionState":
+        """The state of one of the request's sequences."""
+        state = self._completions.get(seq.index)
+        if state is None:
+            state = _CompletionState(self._request, seq.index, self._tokenizer, self.stream)
+            self._completions[seq.index] = state
+        return state
+
+    def take_prompt_logprobs(self, position: int, entries: Iterable[TokenLogprobs]) -> None:
+        """Take log-probabilities of the prompt's tokens from `position` on; a recompute repeats some."""
+        assert self._prompt_logprobs is not None
+        has_text = self._request.sampling_params.detokenize
+        for i, entry in enumerate(entries, start=position):
+            if i == len(self._prompt_logprobs):
+                tokenizer = self._tokenizer if has_text else None
+                self._prompt_logprobs.append(_position_logprobs(entry, tokenizer))
+
+    def delta(self) -> RequestOutput:
+        """What is new since the last output. A sequence's last words come with its end."""
+        with_news = [c for c in self._completions.values() if c.new_token_ids]
+        return self._output([c.delta() for c in with_news], finished=False)
+
+    def final_output(self) -> RequestOutput:
+        """The last output: the whole answer, or the rest of it when streaming."""
+        sequences = self._request.sequences
+        if self.stream:  # those that ended before have had their last words
+            sequences = [seq for seq in sequences if not self.completion(seq).has_ended]
+        return self._output([self.completion(seq).final(seq) for seq in sequences], finished=True)
+
+    def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
+        request = self._request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids.tolist(),
+            prompt_logprobs=self._prompt_logprobs,
+            outputs=sorted(outputs, key=lambda output: output.index),
+            finished=finished,
+            metrics=request.metrics,
+            error=request.error,
+        )
+
+
+class _CompletionState:
+    """What the processor knows about one sequence of a request.
+
+    Attributes:
+        new_token_ids: tokens since the last output.
+        has_ended: whether its last words have been said.
+    """
+
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer, stream: bool) -> None:
+        params = request.sampling_params
         self.new_token_ids: list[int] = []
+        self.has_ended = False
+        self._index = index
+        self._stream = stream
         self._tokenizer = tokenizer
         self._params = params
+        self._last: Sequence | None = None
         self._num_tokens = 0
         self._texts: list[str] = []
         self._logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
-        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
-        if params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None]
         self._detokenizer: IncrementalDetokenizer | None = None
         if params.detokenize and (stream or params.stop_strings):
-            self._detokenizer = IncrementalDetokenizer(
-                tokenizer, skip_special_tokens=params.skip_special_tokens
-            )
+            self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._matcher: StopStringMatcher | None = None
         if params.stop_strings:
             self._matcher = StopStringMatcher(
@@ -95,31 +155,30 @@ class _RequestState:
 
     def take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take a new token of the sequence."""
+        self._last = seq
         self._num_tokens += 1
         self.new_token_ids.append(token_id)
         if self._logprobs is not None and logprobs is not None:
-            self._logprobs.append(self._position(logprobs))
+            tokenizer = self._tokenizer if self._params.detokenize else None
+            self._logprobs.append(_position_logprobs(logprobs, tokenizer))
             self._cumulative_logprob += logprobs.logprob
-        if self._detokenizer is not None and not self._hides_stop_token(seq):
+        if self._detokenizer is not None and not self._hides_stop_token(seq, token_id):
             self._take_text(self._detokenizer.push((token_id,)))
 
-    def take_prompt_logprobs(self, position: int, entries: Iterable[TokenLogprobs]) -> None:
-        """Take log-probabilities of the prompt's tokens from `position` on; a recompute repeats some."""
-        assert self._prompt_logprobs is not None
-        for i, entry in enumerate(entries, start=position):
-            if i == len(self._prompt_logprobs):
-                self._prompt_logprobs.append(self._position(entry))
-
-    def delta(self) -> RequestOutput:
-        """What is new since the last output."""
+    def delta(self) -> CompletionOutput:
+        """What is new since the last output; the end, if the sequence has ended."""
+        if self._last is not None and self._last.is_finished:
+            return self.final(self._last)
         text = "".join(self._texts)
         self._texts.clear()
         return self._output(text, None, None)
 
-    def final_output(self) -> RequestOutput:
-        """The last output: the whole answer, or the rest of it when streaming."""
-        (seq,) = self.request.sequences
+    def final(self, seq: Sequence) -> CompletionOutput:
+        """The whole answer of an ended sequence, or the rest of it when streaming."""
+        self.has_ended = True
         reason, stop_reason = seq.finish_reason, seq.stop_reason
+        if self._params.use_beam_search:
+            self._cumulative_logprob = seq.cumulative_logprob
         if self._detokenizer is not None:
             if self.stop_string is None:
                 self._take_text(self._detokenizer.flush())
@@ -130,12 +189,12 @@ class _RequestState:
             text = "".join(self._texts)
         elif self._params.detokenize:
             token_ids = seq.output_token_ids
-            if self._hides_stop_token(seq):
+            if token_ids and self._hides_stop_token(seq, token_ids[-1]):
                 token_ids.pop()
             text = self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)
         else:
             text = ""
-        if not self.stream:
+        if not self._stream:
             self.new_token_ids = seq.output_token_ids
         return self._output(text, reason, stop_reason)
 
@@ -147,49 +206,40 @@ class _RequestState:
         if text:
             self._texts.append(text)
 
-    def _hides_stop_token(self, seq: Sequence) -> bool:
-        """Whether the sequence has just ended by a stop token, which is not part of the text."""
+    def _hides_stop_token(self, seq: Sequence, token_id: int) -> bool:
+        """Whether `token_id` has ended the sequence, and so is not part of the text."""
         return (
             seq.finish_reason is FinishReason.STOP
+            and token_id in seq.request.stop_token_ids
             and self.stop_string is None
             and not self._params.include_stop_str_in_output
         )
 
-    def _output(self, text: str, reason: FinishReason | None, stop_reason: int | str | None) -> RequestOutput:
+    def _output(self, text: str, reason: FinishReason | None, stop_reason: int | str | None) -> CompletionOutput:
         token_ids, self.new_token_ids = self.new_token_ids, []
         logprobs = self._logprobs
-        if self.stream and logprobs is not None:
+        if self._stream and logprobs is not None:
             self._logprobs = []
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=self.request.prompt_token_ids.tolist(),
-            prompt_logprobs=self._prompt_logprobs,
-            outputs=[
-                CompletionOutput(
-                    index=0,
-                    text=text,
-                    token_ids=token_ids,
-                    cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
-                    logprobs=logprobs,
-                    finish_reason=None if reason is None else reason.value,
-                    stop_reason=stop_reason,
-                )
-            ],
-            finished=reason is not None,
-            metrics=self.request.metrics,
-            error=self.request.error,
+        has_sum = logprobs is not None or self._params.use_beam_search
+        return CompletionOutput(
+            index=self._index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=self._cumulative_logprob if has_sum else None,
+            logprobs=logprobs,
+            finish_reason=None if reason is None else reason.value,
+            stop_reason=stop_reason,
         )
 
-    def _position(self, entry: TokenLogprobs) -> PositionLogprobs:
-        """The mapping that callers see: the token itself first, then the most likely ones."""
-        position = {entry.token_id: Logprob(entry.logprob, entry.rank, self._token_text(entry.token_id))}
-        top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-        for rank, (token_id, logprob) in enumerate(top, start=1):
-            position.setdefault(token_id, Logprob(logprob, rank, self._token_text(token_id)))
-        return position
 
-    def _token_text(self, token_id: int) -> str | None:
-        if not self._params.detokenize:
-            return None
-        return self._tokenizer.decode((token_id,), skip_special_tokens=False)
+def _position_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
+    """The mapping that callers see: the token itself first, then the most likely ones."""
+
+    def text(token_id: int) -> str | None:
+        return None if tokenizer is None else tokenizer.decode((token_id,), skip_special_tokens=False)
+
+    position = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+    top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    for rank, (token_id, logprob) in enumerate(top, start=1):
+        position.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
+    return position

@@ -40,9 +40,7 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_file(
-        cls, path: Path, *, bos_token: str | None = None, eos_token: str | None = None
-    ) -> "Tokenizer":
+    def from_file(cls, path: Path, *, bos_token: str | None = None, eos_token: str | None = None) -> "Tokenizer":
         """Read a `tokenizer.json`; ModelLoadError if that fails."""
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))

@@ -61,9 +61,7 @@ def load_gguf(path: Path) -> LoadedModel:
     if "rope_freqs.weight" in file.tensors:
         divisors = tuple(_dequantize(file, "rope_freqs.weight").tolist())
     try:
-        config = config_from_gguf(
-            metadata, has_output="output.weight" in file.tensors, rope_divisors=divisors
-        )
+        config = config_from_gguf(metadata, has_output="output.weight" in file.tensors, rope_divisors=divisors)
         tokenizer = tokenizer_from_gguf(metadata)
     except ModelLoadError as error:
         raise type(error)(f"{path}: {error}") from error
@@ -100,9 +98,7 @@ class GGUFWeights:
         gguf_name = _gguf_name(name)
         values = _dequantize(self._file, gguf_name)
         if values.shape != shape:
-            raise ModelLoadError(
-                f"{self._file.path}: {gguf_name} has shape {values.shape}, the config needs {shape}"
-            )
+            raise ModelLoadError(f"{self._file.path}: {gguf_name} has shape {values.shape}, the config needs {shape}")
         tensor = torch.from_numpy(values).to(dtype)
         if self._is_permuted and ".q_proj." in name:
             return _rotate_halves(tensor, self._config.num_attention_heads)

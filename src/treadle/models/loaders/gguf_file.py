@@ -84,9 +84,7 @@ class GGUFFile:
         self._position = 4
         version = self._scalar("I")
         if version not in (2, 3):
-            raise ModelLoadError(
-                f"{self.path}: GGUF version {version} is not supported; supported are 2 and 3"
-            )
+            raise ModelLoadError(f"{self.path}: GGUF version {version} is not supported; supported are 2 and 3")
         num_tensors, num_fields = self._scalar("Q"), self._scalar("Q")
         for _ in range(num_fields):
             key = self._string()
@@ -100,9 +98,7 @@ class GGUFFile:
             self.tensors[name] = TensorInfo(name, shape, self._scalar("I"), self._scalar("Q"))
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ModelLoadError(
-                f"{self.path}: general.alignment must be a positive integer, got {alignment!r}"
-            )
+            raise ModelLoadError(f"{self.path}: general.alignment must be a positive integer, got {alignment!r}")
         self._data_start = -(-self._position // alignment) * alignment
 
     def _scalar(self, code: str) -> Any:

@@ -76,9 +76,7 @@ class SafetensorsWeights:
             raise ModelLoadError(f"{self._folder}: the weights lack {name}")
         tensor: torch.Tensor = file.get_tensor(name)
         if tuple(tensor.shape) != shape:
-            raise ModelLoadError(
-                f"{self._folder}: {name} has shape {tuple(tensor.shape)}, the config needs {shape}"
-            )
+            raise ModelLoadError(f"{self._folder}: {name} has shape {tuple(tensor.shape)}, the config needs {shape}")
         if not tensor.is_floating_point():
             raise ModelLoadError(f"{self._folder}: {name} has dtype {tensor.dtype}, which is not a float")
         return tensor.to(dtype)
@@ -105,9 +103,7 @@ def _token_text(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _chat_template(
-    folder: Path, tokenizer_config: Mapping[str, Any], tokenizer: Tokenizer
-) -> ChatTemplate | None:
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.is_file() else tokenizer_config.get("chat_template")
     if isinstance(source, list):  # several named templates
@@ -118,9 +114,7 @@ def _chat_template(
     return ChatTemplate(source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
 
 
-def _eos_token_ids(
-    generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer
-) -> frozenset[int]:
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
     ids = generation.get("eos_token_id", config.get("eos_token_id"))
     if ids is None and tokenizer.eos_token is not None:
         ids = tokenizer.token_id(tokenizer.eos_token)

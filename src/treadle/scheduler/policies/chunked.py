@@ -10,7 +10,8 @@ class Chunked:
     """
 
     def run(self, phases: Phases) -> None:
-        """Decodes → chunks → admissions."""
+        """Decodes → chunks → swapped → admissions."""
         phases.decodes()
         phases.chunks()
+        phases.swapped()
         phases.admissions()

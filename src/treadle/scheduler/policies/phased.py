@@ -1,6 +1,7 @@
 """A step is all prompts or all decodes (Nano-vLLM)."""
 
 from treadle.scheduler.phases import Cut, Phases
+from treadle.scheduler.policies.prefill_streak import PrefillStreak
 
 
 class Phased:
@@ -14,19 +15,16 @@ class Phased:
     """
 
     def __init__(self, max_consecutive_prefills: int) -> None:
-        self._max_consecutive_prefills = max_consecutive_prefills
-        self._consecutive_prefills = 0
+        self._streak = PrefillStreak(max_consecutive_prefills)
 
     def run(self, phases: Phases) -> None:
-        """Chunks and admissions; if there are none, or decodes have waited long enough, decodes."""
-        decodes_are_due = (
-            phases.num_decoding > 0 and self._consecutive_prefills >= self._max_consecutive_prefills
-        )
-        if not decodes_are_due:
+        """Chunks → admissions; if there are none, or decodes are due: decodes → swapped."""
+        if not self._streak.decodes_are_due(phases):
             phases.chunks(Cut.ONLY_FIRST)
             phases.admissions(Cut.ONLY_FIRST)
         if phases.is_empty:
-            self._consecutive_prefills = 0
+            self._streak.decoded()
             phases.decodes()
-        elif phases.num_decoding:
-            self._consecutive_prefills += 1
+            phases.swapped()
+        else:
+            self._streak.prefilled(phases)

@@ -1,0 +1,48 @@
+"""`treadle explain`: tell what a recorded run did."""
+
+import argparse
+import json
+from pathlib import Path
+
+from treadle.engine.recording import Recording
+from treadle.errors import InvalidRequestError
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "explain",
+        help="tell what a recorded run did",
+        description="Tell what a run did that was recorded with --record (or LLM(record=…)): the step table, one "
+        "request's story, or a trace that opens in Perfetto (ui.perfetto.dev) and chrome://tracing.",
+    )
+    parser.add_argument("recording", type=Path, metavar="RUN.jsonl", help="the recording")
+    parser.add_argument("--request", metavar="ID", help="tell one request's story")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="draw these steps only")
+    parser.add_argument("--chrome-trace", type=Path, metavar="OUT.json", help="write a trace for Perfetto")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    recording = Recording(args.recording)
+    if args.chrome_trace is not None:
+        try:
+            args.chrome_trace.write_text(json.dumps(recording.chrome_trace()), encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequestError("--chrome-trace", f"{args.chrome_trace} cannot be written ({error})") from error
+        print(f"{args.chrome_trace}: {len(recording.records)} steps; open it in ui.perfetto.dev or chrome://tracing")
+    elif args.request is not None:
+        print(recording.story(args.request))
+    else:
+        print(recording.table(*_step_range(args.steps)))
+    return 0
+
+
+def _step_range(text: str | None) -> tuple[int | None, int | None]:
+    if text is None:
+        return None, None
+    first, _, last = text.partition("-")
+    if not first.isdigit() or not (last or first).isdigit():
+        raise InvalidRequestError("--steps", f"must be FIRST-LAST or one number, got {text!r}")
+    return int(first), int(last or first)

@@ -1,0 +1,73 @@
+"""Writes what every step did to a file: JSON lines, a header and then one record per step.
+
+With the same arrivals on a virtual clock the file is the same to the byte.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from treadle.clock import Clock
+from treadle.engine.step_record import StepRecord, describe_finished, describe_plan
+from treadle.errors import ConfigError
+from treadle.request import Request
+from treadle.scheduler import Scheduler, StepPlan
+
+FORMAT = 1
+"""Number of the file format; it grows when a reader of old files would be misled."""
+
+
+class StepRecorder:
+    """Records an engine's steps.
+
+    Args:
+        path: the file, written anew.
+        scheduler: of the engine.
+        clock: of the engine.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, scheduler: Scheduler, clock: Clock) -> None:
+        try:
+            self._file: TextIO = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("record", f"{path} cannot be written ({error})") from error
+        self._scheduler = scheduler
+        self._clock = clock
+        self._known: set[str] = set()
+        self._start = 0.0
+        self._record: StepRecord = {}
+        kv = scheduler.kv
+        self._write(
+            {
+                "treadle_recording": FORMAT,
+                "block_size": kv.block_size,
+                "num_blocks": kv.pool.num_blocks,
+                "num_host_blocks": kv.host_pool.num_blocks,
+                "scheduler": asdict(scheduler.config),
+            }
+        )
+
+    def on_schedule(self, plan: StepPlan) -> None:
+        """Describe the step before it runs."""
+        self._start = self._clock.now()
+        self._record = describe_plan(plan, self._scheduler, self._known)
+
+    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
+        """Add what came of it, and write the line."""
+        self._record["finished"] = describe_finished(finished)
+        self._record["time"] = self._start
+        self._record["duration"] = self._clock.now() - self._start
+        self._write(self._record)
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+
+    def _write(self, record: StepRecord) -> None:
+        self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+        self._file.flush()

@@ -1,0 +1,269 @@
+"""A request's way from queue to queue. Each function is one passage and keeps queue, rows and blocks in step.
+
+::
+
+    waiting ──admit──▶ running ──end──▶ finished
+      ▲  ▲               │  ▲
+      │  └── recompute ──┤  │
+      │                  │  └── swap_in ── swapped
+      └─ recompute_lost  └──── swap_out ─────▲
+"""
+
+import numpy as np
+
+from treadle.kvcache import AllocationPlan, BlockPairs
+from treadle.outputs import PreemptionRecord
+from treadle.request import FinishReason, Request, RequestStatus, Sequence
+from treadle.scheduler.beams import BeamSearch, Continuation
+from treadle.scheduler.plan import PreemptionMode
+from treadle.scheduler.state import SchedulerState
+
+
+def token_limit(state: SchedulerState, request: Request) -> int:
+    """Tokens, prompt included, at which the request's sequences end."""
+    max_tokens = request.sampling_params.max_tokens
+    if max_tokens is None:
+        return state.config.max_model_len
+    return min(state.config.max_model_len, len(request.prompt_token_ids) + max_tokens)
+
+
+def admit(state: SchedulerState, request: Request, plan: AllocationPlan) -> None:
+    """From waiting to running, with rows and blocks. The first admission is noted in the metrics."""
+    state.waiting.remove(request)
+    _seat(state, request)
+    state.kv.allocate(plan)
+    for seq in request.live_sequences:
+        assert seq.row is not None
+        state.batch.set_prefilling(seq.row, seq.num_computed_tokens < seq.num_tokens_to_prefill)
+    if request.metrics.first_scheduled_time is None:
+        request.metrics.first_scheduled_time = state.clock.now()
+        request.metrics.num_cached_tokens = plan.num_cached_tokens
+        state.order.admitted(request)
+
+
+def preempt(state: SchedulerState, request: Request, mode: PreemptionMode, for_request: Request) -> BlockPairs:
+    """From running to waiting (recompute) or swapped (swap). The output is kept.
+
+    Returns (device block, host block) to copy.
+    """
+    pairs: BlockPairs = []
+    if mode is PreemptionMode.SWAP:
+        pairs = state.kv.swap_out(request)
+        _unseat(state, request)
+        request.status = RequestStatus.SWAPPED
+        state.swapped.add(request)
+    else:
+        for seq in request.live_sequences:
+            state.kv.free(seq)
+        _unseat(state, request)
+        _wait_again(state, request)
+    request.waiting_since = state.clock.now()
+    request.metrics.preemptions.append(PreemptionRecord(state.step, mode.value, for_request.request_id))
+    return pairs
+
+
+def swap_in(state: SchedulerState, request: Request) -> BlockPairs:
+    """From swapped to running, with rows and blocks. Returns (host block, device block) to copy."""
+    state.swapped.remove(request)
+    _seat(state, request)
+    pairs = state.kv.swap_in(request)
+    for seq in request.live_sequences:
+        assert seq.row is not None
+        decodes = request.is_forked and seq.num_computed_tokens == seq.num_tokens - 1
+        state.batch.set_prefilling(seq.row, not decodes)
+    return pairs
+
+
+def recompute_lost(state: SchedulerState, request: Request) -> None:
+    """A request whose blocks were to be moved in a step that failed goes back to waiting, to be computed again."""
+    if request.status is RequestStatus.SWAPPED:
+        state.swapped.remove(request)
+        for seq in request.live_sequences:
+            state.kv.free_host(seq)
+    else:
+        for seq in request.live_sequences:
+            seq.set_num_computed_tokens(0)  # nothing of it may be found
+            state.kv.free(seq)
+        _unseat(state, request)
+    _wait_again(state, request)
+
+
+def computed(state: SchedulerState, seq: Sequence, num_tokens: int) -> None:
+    """The KV of the first `num_tokens` tokens of `seq`, known at its admission, is written now.
+
+    Sequences that share some of it and have waited for that can go on.
+    """
+    seq.set_num_computed_tokens(num_tokens)
+    state.kv.index_computed(seq, num_tokens)
+    _end_prefill_if_done(state, seq)
+    if seq.request.sampling_params.n == 1:
+        return
+    for other in seq.request.live_sequences:
+        if other.shares is not None and other.shares[0] is seq and other.shares[1] <= num_tokens:
+            other.set_num_computed_tokens(other.shares[1])
+            other.shares = None
+            _end_prefill_if_done(state, other)
+
+
+def _end_prefill_if_done(state: SchedulerState, seq: Sequence) -> None:
+    assert seq.row is not None
+    if seq.num_computed_tokens == seq.num_tokens_to_prefill:
+        state.batch.set_prefilling(seq.row, False)
+
+
+def fork(state: SchedulerState, request: Request, count: int) -> list[Sequence]:
+    """Let the one sequence of a request become `count`, which share its blocks; returns all of them."""
+    (lead,) = request.sequences
+    children = [Sequence(request, i, lead.token_ids.copy(), lead.num_computed_tokens) for i in range(1, count)]
+    request.sequences += children
+    state.batch.reserve_seats(request, max(0, request.sampling_params.n - count))
+    for child in children:
+        state.batch.add(child, token_limit(state, request))
+        state.kv.fork(lead, child)
+    return request.sequences
+
+
+def end_sequence(
+    state: SchedulerState,
+    seq: Sequence,
+    reason: FinishReason,
+    stop_reason: int | str | None = None,
+) -> None:
+    """One sequence has ended: free what it holds, and end the request with the last of them."""
+    _release(state, seq)
+    seq.finish_reason = reason
+    seq.stop_reason = stop_reason
+    if not seq.request.live_sequences:
+        _leave(state, seq.request)
+
+
+def end_request(
+    state: SchedulerState,
+    request: Request,
+    reason: FinishReason,
+    stop_reason: int | str | None = None,
+    error: str | None = None,
+) -> None:
+    """End all sequences of a request, whichever queue it is in."""
+    request.error = error
+    for seq in request.live_sequences:
+        _release(state, seq)
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
+    _leave(state, request)
+
+
+def end_beams(state: SchedulerState, request: Request) -> None:
+    """A beam search is over: its finished sequences, best first, take the place of the beams."""
+    for seq in request.live_sequences:
+        _release(state, seq)
+    request.sequences = []
+    for i, hypothesis in enumerate(state.beams[request].finished):
+        seq = Sequence(request, i, hypothesis.token_ids)
+        seq.cumulative_logprob = hypothesis.cumulative_logprob
+        seq.finish_reason = hypothesis.finish_reason
+        seq.stop_reason = hypothesis.stop_reason
+        request.sequences.append(seq)
+    _leave(state, request)
+
+
+def replace_beams(
+    state: SchedulerState, request: Request, beams: list[Sequence], continuations: list[Continuation]
+) -> None:
+    """The continuations of a beam search take the places of its beams.
+
+    Args:
+        state: of the scheduler.
+        request: whose search it is.
+        beams: its beams, which the continuations name as parents.
+        continuations: what goes on, at most `n`.
+    """
+    sequences = list(beams)
+    while len(sequences) < len(continuations):
+        beam = Sequence(request, len(sequences), beams[0].token_ids.copy(), beams[0].num_computed_tokens)
+        state.batch.add(beam, token_limit(state, request))
+        state.kv.fork(beams[0], beam)
+        sequences.append(beam)
+    parents = [beams[c.parent] for c in continuations]
+    tokens = [
+        np.append(parent.token_ids, np.int32(c.token_id)) for parent, c in zip(parents, continuations, strict=True)
+    ]
+    computed = [parent.num_computed_tokens for parent in parents]
+    request.sequences = sequences[: len(continuations)]
+    state.kv.reassign(request.sequences, parents)
+    for seq, c, token_ids, num_computed in zip(request.sequences, continuations, tokens, computed, strict=True):
+        seq.replace_tokens(token_ids, num_computed)
+        seq.cumulative_logprob = c.cumulative_logprob
+    for seq in sequences[len(continuations) :]:
+        _release(state, seq)
+    state.batch.reserve_seats(request, request.sampling_params.n - len(request.sequences))
+
+
+def beam_search(state: SchedulerState, request: Request) -> BeamSearch:
+    """The request's beam search, begun if need be."""
+    search = state.beams.get(request)
+    if search is None:
+        longest = token_limit(state, request) - len(request.prompt_token_ids)
+        search = state.beams[request] = BeamSearch(request.sampling_params, longest)
+    return search
+
+
+def _seat(state: SchedulerState, request: Request) -> None:
+    batch = state.batch
+    limit = token_limit(state, request)
+    sequences = request.live_sequences
+    for seq in sequences:
+        batch.add(seq, limit)
+    batch.reserve_seats(request, request.num_seats - len(sequences))
+    batch.num_groups += request.sampling_params.n > 1
+    if request.lora is not None:
+        adapter = request.lora.lora_int_id
+        state.adapters[adapter] = state.adapters.get(adapter, 0) + 1
+    request.status = RequestStatus.RUNNING
+
+
+def _unseat(state: SchedulerState, request: Request) -> None:
+    for seq in request.live_sequences:
+        state.batch.remove(seq)
+    _give_up_seats(state, request)
+
+
+def _give_up_seats(state: SchedulerState, request: Request) -> None:
+    state.batch.reserve_seats(request, 0)
+    state.batch.num_groups -= request.sampling_params.n > 1
+    if request.lora is not None:
+        adapter = request.lora.lora_int_id
+        state.adapters[adapter] -= 1
+        if not state.adapters[adapter]:
+            del state.adapters[adapter]
+
+
+def _wait_again(state: SchedulerState, request: Request) -> None:
+    for seq in request.live_sequences:
+        seq.set_num_computed_tokens(0)
+        seq.shares = None
+    request.status = RequestStatus.WAITING
+    state.waiting.add(request)
+
+
+def _release(state: SchedulerState, seq: Sequence) -> None:
+    if seq.row is not None:
+        state.kv.free(seq)
+        state.batch.remove(seq)
+    elif seq in state.kv.host_tables:
+        state.kv.free_host(seq)
+    seq.shares = None
+
+
+def _leave(state: SchedulerState, request: Request) -> None:
+    if request.status is RequestStatus.WAITING:
+        state.waiting.remove(request)
+    elif request.status is RequestStatus.SWAPPED:
+        state.swapped.remove(request)
+    else:
+        _give_up_seats(state, request)
+    state.beams.pop(request, None)
+    request.status = RequestStatus.FINISHED
+    request.metrics.finished_time = state.clock.now()
+    del state.requests[request.request_id]
+    state.finished.append(request)

@@ -1,0 +1,54 @@
+"""What the scheduler is at a moment: queues, rows, blocks. Plain data; lifecycle.py changes it."""
+
+from dataclasses import dataclass, field
+
+from treadle.clock import Clock
+from treadle.config import SchedulerConfig
+from treadle.kvcache import KVCacheManager
+from treadle.request import Request
+from treadle.scheduler.batch import RunningBatch
+from treadle.scheduler.beams import BeamSearch
+from treadle.scheduler.policies.protocols import QueueOrder
+from treadle.scheduler.queue import RankedQueue
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRefusal:
+    """The state in which a request found too few blocks. Until it changes for the better, so it stays."""
+
+    request: Request
+    num_available_blocks: int
+    num_running: int
+    cache_version: int
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """Queues, rows and blocks.
+
+    Attributes:
+        config, clock, kv, batch, order: what the phases work with.
+        waiting, swapped: queues in rank order; the running queue is the batch.
+        requests: every unfinished request by name.
+        finished: ended and not handed out yet.
+        beams: the searches of running, waiting or swapped requests that use beams.
+        adapters: LoRA adapter → running requests that use it.
+        num_lookahead_slots: slots per decoding row in the steps to come.
+        step: number of the step that is planned.
+        block_refusal: why the first waiting request was refused last.
+    """
+
+    config: SchedulerConfig
+    clock: Clock
+    kv: KVCacheManager
+    batch: RunningBatch
+    order: QueueOrder
+    waiting: RankedQueue = field(default_factory=RankedQueue)
+    swapped: RankedQueue = field(default_factory=RankedQueue)
+    requests: dict[str, Request] = field(default_factory=dict)
+    finished: list[Request] = field(default_factory=list)
+    beams: dict[Request, BeamSearch] = field(default_factory=dict)
+    adapters: dict[int, int] = field(default_factory=dict)
+    num_lookahead_slots: int = 0
+    step: int = 0
+    block_refusal: BlockRefusal | None = None
