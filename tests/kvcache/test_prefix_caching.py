@@ -131,3 +131,15 @@ def test_the_first_block_with_a_content_stays():
     assert index.add(key, 1).block == 1
     assert index.add(key, 2).block == 1
     assert not index.holds(2)
+
+
+def test_a_block_whose_parent_was_evicted_can_be_found_again_in_its_new_place():
+    index = PrefixIndex()
+    old_parent = index.add(BlockKey(ROOT, b"a", None), 1)
+    index.add(BlockKey(old_parent.entry_id, b"b", None), 2)
+    index.remove(1)
+    new_parent = index.add(BlockKey(ROOT, b"a", None), 3)
+    index.add(BlockKey(new_parent.entry_id, b"b", None), 2)
+    assert index.find(BlockKey(new_parent.entry_id, b"b", None)).block == 2
+    assert index.find(BlockKey(old_parent.entry_id, b"b", None)) is None
+    assert len(index) == 2

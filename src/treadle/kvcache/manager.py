@@ -13,14 +13,14 @@ There are two tiers of blocks: the device tier, where the runner computes, and t
 of swapped requests rest.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from treadle.kvcache.block_pool import BlockPool
-from treadle.kvcache.prefix_index import ROOT, BlockKey, PrefixIndex
+from treadle.kvcache.prefix_index import ROOT, BlockKey, Namespace, PrefixIndex
 from treadle.request import IntArray, Request, Sequence
 
 BlockPairs = list[tuple[int, int]]
@@ -342,11 +342,14 @@ class KVCacheManager:
         row = seq.row
         if self.index is None or row is None:
             return
+        first, end = self._num_indexed[row], num_tokens // self.block_size
+        if end <= first:
+            return
         parent = self._last_entry[row]
-        for i in range(self._num_indexed[row], num_tokens // self.block_size):
-            parent = self.index.add(self._key(seq, i, parent), int(self.block_tables[row, i])).entry_id
-            self._num_indexed[row] = i + 1
-        self._last_entry[row] = parent
+        contents = self._contents(seq, first, end)
+        for content, block in zip(contents, self.block_tables[row, first:end].tolist(), strict=True):
+            parent = self.index.add(BlockKey(parent, *content), block).entry_id
+        self._num_indexed[row], self._last_entry[row] = end, parent
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks from a running sequence, after making its full blocks findable.
@@ -400,8 +403,8 @@ class KVCacheManager:
         blocks: list[int] = []
         parent = ROOT
         if self.index is not None and seq.request.sampling_params.prompt_logprobs is None:
-            for i in range((seq.num_tokens - 1) // self.block_size):
-                entry = self.index.find(self._key(seq, i, parent))
+            for content in self._contents(seq, 0, (seq.num_tokens - 1) // self.block_size):
+                entry = self.index.find(BlockKey(parent, *content))
                 if entry is None:
                     break
                 blocks.append(entry.block)
@@ -436,10 +439,13 @@ class KVCacheManager:
         self._num_indexed[row] = 0
         self._last_entry[row] = ROOT
 
-    def _key(self, seq: Sequence, block_number: int, parent: int) -> BlockKey:
-        start = block_number * self.block_size
-        tokens = seq.token_ids[start : start + self.block_size].tobytes()
-        return BlockKey(parent, tokens, seq.request.cache_namespace)
+    def _contents(self, seq: Sequence, first: int, end: int) -> Iterator[tuple[bytes, Namespace]]:
+        """What blocks number `first` to `end` - 1 of a sequence hold: tokens and namespace, without the parent."""
+        size = self.block_size
+        tokens = seq.token_ids[first * size : end * size].tobytes()
+        namespace = seq.request.cache_namespace
+        width = size * seq.token_ids.itemsize
+        return ((tokens[i : i + width], namespace) for i in range(0, len(tokens), width))
 
     def _is_indexed(self, block: int) -> bool:
         return self.index is not None and self.index.holds(block)

@@ -7,11 +7,13 @@ one hash cost a comparison and never give a wrong block. Entry ids are never use
 evicted parent cannot be reached through a later entry with the same tokens.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 ROOT = 0
 """The parent id of first blocks."""
+
+
+Namespace = tuple[int, int, str] | None
 
 
 class BlockKey(NamedTuple):
@@ -26,11 +28,10 @@ class BlockKey(NamedTuple):
 
     parent: int
     tokens: bytes
-    namespace: tuple[int, int, str] | None
+    namespace: Namespace
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A findable block."""
 
     entry_id: int
@@ -69,6 +70,9 @@ class PrefixIndex:
         """
         entry = self._entries.get(key)
         if entry is None:
+            if block in self._entry_of_block:
+                # It hangs from a parent that was evicted, so nobody can reach it there any more.
+                self.remove(block)
             entry = Entry(self._next_id, key, block)
             self._next_id += 1
             self._entries[key] = entry

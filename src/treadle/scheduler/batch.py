@@ -90,7 +90,7 @@ class RunningBatch:
         is_prefilling: bool [rows], whether tokens known at admission are still to be computed.
         is_beam: bool [rows], whether the row belongs to a beam search.
         adapter_ids: int32 [rows], LoRA adapter's number, 0 for the base model.
-        stop_ids: int32 [rows, STOP_IDS_PER_ROW], padded with NO_TOKEN.
+        stop_ids: int32 [STOP_IDS_PER_ROW, rows], padded with NO_TOKEN.
         sampling: sampling parameters by row.
         sequences: object [rows], the Sequence in each used row.
         num_groups: running requests that have or will have more than one sequence.
@@ -106,7 +106,8 @@ class RunningBatch:
         self.is_prefilling: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_beam: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.adapter_ids: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
-        self.stop_ids: IntArray = np.full((max_num_seqs, STOP_IDS_PER_ROW), NO_TOKEN, dtype=np.int32)
+        self.stop_ids: IntArray = np.full((STOP_IDS_PER_ROW, max_num_seqs), NO_TOKEN, dtype=np.int32)
+        self._num_stop_ids = 0  # most of any row since the batch was last empty
         self.sampling = SamplingRows(max_num_seqs)
         self.sequences: npt.NDArray[np.object_] = np.full(max_num_seqs, None, dtype=np.object_)
         self.num_groups = 0
@@ -208,11 +209,13 @@ class RunningBatch:
         self.adapter_ids[row] = 0 if request.lora is None else request.lora.lora_int_id
         assert request.seed is not None
         self.sampling.set(row, params, request.seed, seq.index)
-        self.stop_ids[row] = NO_TOKEN
-        if len(request.stop_token_ids) <= STOP_IDS_PER_ROW:
-            self.stop_ids[row, : len(request.stop_token_ids)] = sorted(request.stop_token_ids)
+        stop_ids = request.stop_token_ids
+        self.stop_ids[:, row] = NO_TOKEN
+        if len(stop_ids) <= STOP_IDS_PER_ROW:
+            self.stop_ids[: len(stop_ids), row] = sorted(stop_ids)
+            self._num_stop_ids = max(self._num_stop_ids if self._keys else 0, len(stop_ids))
         else:
-            self._many_stop_ids[row] = request.stop_token_ids
+            self._many_stop_ids[row] = stop_ids
         self.sequences[row] = seq
         key = (request.rank, seq.index)
         place = bisect_left(self._keys, key)
@@ -257,7 +260,8 @@ class RunningBatch:
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
         ended: BoolArray = num_tokens >= self.token_limits[rows]
-        ended |= (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        for stop_ids in self.stop_ids[: self._num_stop_ids]:
+            ended |= stop_ids[rows] == token_ids
         if self._many_stop_ids:
             for i, row in enumerate(rows.tolist()):
                 if int(token_ids[i]) in self._many_stop_ids.get(row, ()):

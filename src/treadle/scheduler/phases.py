@@ -188,6 +188,9 @@ class Phases:
             # Those strictly behind are not in this plan yet: requests get their blocks in rank order.
             behind = state.batch.requests_behind(request)
             victim = next((other for other in behind if state.kv.frees_a_block(other)), None)
+            if victim is None and len(state.batch) == len(request.live_sequences):
+                self._give_up(request)  # alone, and still too large: coming back would not help
+                return False
             self._preempt(victim or request, for_request=request)
             if victim is None:
                 return False
@@ -364,10 +367,6 @@ class Phases:
         if self._is_still_refused(request):
             return WaitReason.NO_BLOCKS
         plan = state.kv.plan_allocation(request)
-        lead = plan.sequences[0].seq
-        reason = self._why_no_tokens(lead.num_tokens_to_prefill - plan.num_cached_tokens, cut)
-        if reason is not None:
-            return reason
         status = state.kv.can_allocate(plan, self._headroom(request))
         if status is AllocStatus.NEVER:
             self._give_up(request)
@@ -377,6 +376,10 @@ class Phases:
                 request, state.kv.num_available_blocks, len(state.batch), state.kv.version
             )
             return WaitReason.NO_BLOCKS
+        lead = plan.sequences[0].seq
+        reason = self._why_no_tokens(lead.num_tokens_to_prefill - plan.num_cached_tokens, cut)
+        if reason is not None:
+            return reason
         lifecycle.admit(state, request, plan)
         self._schedule_prompts([part.seq for part in plan.sequences])
         return None

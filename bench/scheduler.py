@@ -1,0 +1,161 @@
+"""What the scheduler costs: microseconds per step for schedule + update, the runner excluded.
+
+    python bench/scheduler.py                    steady decodes at 16 … 4096 sequences, prefills, a mixed trace
+    python bench/scheduler.py --peer mypkg.sched:make    another scheduler beside it, in turns
+
+Prefix caching is on, blocks hold 16 tokens, all features are compiled in. A peer is a function `make(num_seqs,
+prompt_len, max_tokens)` that returns an object with `step()`, one schedule + update with made-up tokens, whose
+sequences already decode. Runs alternate, so that both meet the same machine; figures are medians over steps.
+"""
+
+import argparse
+import gc
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from treadle.config import CacheConfig, SchedulerConfig
+from treadle.request import Request
+from treadle.sampling_params import SamplingParams
+from treadle.scheduler import Scheduler, SequenceResult, StepPlan, StepResult
+
+BLOCK_SIZE = 16
+
+
+class Steps(Protocol):
+    def step(self) -> None: ...
+
+
+class TreadleSteps:
+    """Treadle's scheduler with a runner that returns made-up tokens at once."""
+
+    def __init__(self, num_seqs: int, max_model_len: int, max_num_batched_tokens: int, num_blocks: int) -> None:
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_model_len=max_model_len,
+                max_num_seqs=num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+            ),
+            CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
+        )
+        self.num_added = 0
+        self.runner_s = 0.0
+
+    def add(self, prompt_len: int, max_tokens: int) -> None:
+        prompt = np.random.default_rng(self.num_added).integers(1, 1000, prompt_len)
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(str(self.num_added), prompt, params, stop_token_ids=frozenset({0}))
+        self.num_added += 1
+        self.scheduler.add(request)
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        before = time.perf_counter()
+        result = made_up(plan)
+        self.runner_s += time.perf_counter() - before
+        self.scheduler.update(plan, result)
+        self.scheduler.take_finished()
+
+
+def made_up(plan: StepPlan) -> StepResult:
+    return StepResult(
+        tuple(SequenceResult((7,) if s.num_samples else ()) for s in plan.sequences),
+        np.full(len(plan.decode_rows), 7, dtype=np.int32),
+    )
+
+
+def steady(num_seqs: int, prompt_len: int, max_tokens: int) -> TreadleSteps:
+    """Sequences that all decode."""
+    max_model_len = prompt_len + max_tokens
+    steps = TreadleSteps(num_seqs, max_model_len, max(8192, num_seqs), num_seqs * (max_model_len // BLOCK_SIZE + 2))
+    for _ in range(num_seqs):
+        steps.add(prompt_len, max_tokens)
+    while steps.scheduler.waiting or steps.scheduler.batch.num_prefilling:
+        steps.step()
+    steps.runner_s = 0.0
+    return steps
+
+
+def microseconds(steps: Steps, count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        runner_before = getattr(steps, "runner_s", 0.0)
+        before = time.perf_counter()
+        steps.step()
+        elapsed = time.perf_counter() - before - (getattr(steps, "runner_s", 0.0) - runner_before)
+        times.append(elapsed * 1e6)
+    return times
+
+
+def bench_steady(sizes: list[int], count: int, peer: Callable[..., Steps] | None) -> None:
+    print(f"steady decode, prompt 128, {count} steps: µs per step")
+    head = f"{'sequences':>10} {'median':>8} {'mean':>8} {'p99':>8} {'per seq':>8}"
+    print(head + (f" {'peer':>10} {'peer / Treadle':>15}" if peer else ""))
+    for size in sizes:
+        # Long enough that nobody ends: the first ones decode while the last prompts are computed.
+        max_tokens = count + size * 128 // 8192 + 20
+        ours = steady(size, 128, max_tokens)
+        other = peer(size, 128, max_tokens) if peer else None
+        gc.collect()
+        gc.freeze()
+        mine: list[float] = []
+        theirs: list[float] = []
+        for _ in range(4):  # in turns
+            mine += microseconds(ours, count // 4)
+            if other is not None:
+                theirs += microseconds(other, count // 4)
+        gc.unfreeze()
+        median = statistics.median(mine)
+        p99 = sorted(mine)[int(len(mine) * 0.99)]
+        line = f"{size:>10} {median:>8.1f} {statistics.mean(mine):>8.1f} {p99:>8.1f} {median / size:>8.3f}"
+        if theirs:
+            line += f" {statistics.median(theirs):>10.1f} {statistics.median(theirs) / median:>15.1f}"
+        print(line, flush=True)
+
+
+def bench_prefill(count: int) -> None:
+    print("\nprefill steps, prompts of 512 tokens in chunks of 512: µs per step")
+    steps = TreadleSteps(256, 1024, 512, 40_000)
+    for _ in range(count + 10):
+        steps.add(512, 1)
+    times = microseconds(steps, count)
+    print(f"{'':>10} {statistics.median(times):>8.1f}")
+
+
+def bench_mixed(count: int) -> None:
+    print("\nmixed trace, 256 seats, arrivals and ends at about 2 a step, pool of 4,000 blocks: µs per step")
+    steps = TreadleSteps(256, 1024, 1024, 4_000)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(16, 512, 4 * count), rng.integers(16, 256, 4 * count)
+    added, times = 0, []
+    for _ in range(count):
+        for _ in range(int(rng.poisson(2))):
+            steps.add(int(lengths[0][added]), int(lengths[1][added]))
+            added += 1
+        times += microseconds(steps, 1)
+    running, waiting = len(steps.scheduler.batch), len(steps.scheduler.waiting)
+    print(f"{'':>10} {statistics.median(times):>8.1f}   mean {statistics.mean(times):.1f}, "
+          f"at the end {running} run and {waiting} wait")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--peer", metavar="MODULE:FUNCTION", help="another scheduler to put beside")
+    args = parser.parse_args()
+    peer = None
+    if args.peer:
+        module, _, function = args.peer.partition(":")
+        peer = getattr(importlib.import_module(module), function)
+    bench_steady(args.sizes, args.steps, peer)
+    bench_prefill(args.steps)
+    bench_mixed(args.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The shortcut over arrays gives exactly the plan of the general path."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from toy import ToyEngine
+from treadle.scheduler.phases import Phases
+
+
+class WithoutShortcuts:
+    """Within, blocks are taken request by request, and every refusal is worked out anew."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch = monkeypatch
+
+    def __enter__(self):
+        self.context = self.monkeypatch.context()
+        patch = self.context.__enter__()
+        patch.setattr(Phases, "_takes_all_at_once", lambda self, rows, num_tokens: False)
+        patch.setattr(Phases, "_is_still_refused", lambda self, request: False)
+
+    def __exit__(self, *args):
+        self.context.__exit__(*args)
+
+
+def picture(engine, plan):
+    return (
+        plan.step,
+        plan.sequences,
+        plan.decode_rows.tolist(),
+        plan.blocks_to_swap_out,
+        plan.blocks_to_swap_in,
+        plan.blocks_to_copy,
+        plan.preempted,
+        plan.swapped_in,
+        plan.ignored,
+        plan.refusals,
+        {seq.request.request_id: engine.scheduler.kv.block_table(seq) for seq in plan.batch.running_sequences()},
+    )
+
+
+ARRIVAL = st.tuples(
+    st.integers(1, 40),  # prompt length
+    st.integers(1, 30),  # max_tokens
+    st.integers(1, 3),  # n
+    st.integers(0, 2),  # priority
+    st.integers(0, 3),  # steps before the next arrival
+)
+
+
+@pytest.fixture(scope="module")
+def patcher():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield monkeypatch
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    policy=st.sampled_from(["chunked", "three-phase", "prefill-first", "phased"]),
+    order=st.sampled_from(["fcfs", "priority", "shortest-first"]),
+    mode=st.sampled_from(["auto", "recompute", "swap"]),
+    lookahead=st.sampled_from([0, 0, 2, 5]),
+    pool=st.sampled_from([18, 24, 60]),
+    host=st.sampled_from([0, 10, 40]),
+    headroom=st.integers(0, 1),
+    arrivals=st.lists(ARRIVAL, min_size=1, max_size=14),
+)
+def test_same_plans(policy, order, mode, lookahead, pool, host, headroom, arrivals, patcher):
+    def make():
+        return ToyEngine(
+            num_blocks=pool, block_size=4, num_host_blocks=host, policy=policy, order=order, preemption_mode=mode,
+            max_model_len=60, max_num_seqs=6, max_num_batched_tokens=6 * (1 + lookahead) + 8,
+            num_lookahead_slots=lookahead, admission_headroom=headroom,
+        )  # fmt: skip
+
+    def step_both():
+        plan = short.step()
+        with WithoutShortcuts(patcher):
+            general_plan = general.step()
+        assert picture(short, plan) == picture(general, general_plan)
+
+    short, general = make(), make()
+    for i, (length, max_tokens, n, priority, pause) in enumerate(arrivals):
+        for engine in (short, general):
+            engine.add(f"r{i}", [(i * 7 + k) % 50 for k in range(length)], max_tokens, n=n, priority=priority)
+        for _ in range(pause):
+            if short.scheduler.num_unfinished_requests:
+                step_both()
+    for _ in range(5000):
+        if not short.scheduler.num_unfinished_requests:
+            break
+        step_both()
+    assert not general.scheduler.num_unfinished_requests

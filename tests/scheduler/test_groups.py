@@ -1,0 +1,189 @@
+"""Requests with several sequences: sharing, copy-on-write, swap, beams, and what happens to single children."""
+
+import pytest
+
+from toy import ToyEngine, toy_beam_search, toy_continuation
+from treadle.request import FinishReason
+
+B = 4
+PROMPT = list(range(10))
+
+
+def children(prompt, count, max_tokens, **kwargs):
+    return [toy_continuation(prompt, max_tokens, index=i, **kwargs) for i in range(count)]
+
+
+def test_the_prompt_is_computed_once_and_its_blocks_are_shared():
+    engine = ToyEngine()
+    engine.add("a", PROMPT, 12, n=4)
+    plan = engine.step()
+    assert [(s.count, s.num_samples) for s in plan.sequences] == [(10, 4)]
+    kv = engine.scheduler.kv
+    assert kv.pool.num_blocks - kv.num_available_blocks == 3
+    assert kv.pool.ref_counts.max() == 4
+    plan = engine.step()
+    # The third block is half full: three children copy it, the last one keeps it.
+    assert len(plan.blocks_to_copy) == 3
+    assert len({source for source, _ in plan.blocks_to_copy}) == 1
+    assert kv.pool.num_blocks - kv.num_available_blocks == 6
+    engine.run()
+    assert engine.outputs("a") == children(PROMPT, 4, 12)
+    assert sum(s.count for p in engine.plans for s in p.sequences) == 10
+
+
+def test_at_a_block_edge_nothing_is_copied():
+    engine = ToyEngine()
+    engine.add("a", PROMPT[:8], 12, n=3)
+    engine.run()
+    assert not any(plan.blocks_to_copy for plan in engine.plans)
+    assert engine.outputs("a") == children(PROMPT[:8], 3, 12)
+
+
+def test_seats_are_taken_from_the_start_and_given_back_one_by_one():
+    engine = ToyEngine(max_num_seqs=4, max_num_batched_tokens=4)
+    engine.add("group", PROMPT, 30, n=3)
+    engine.add("a", [1], 30)
+    engine.add("b", [2], 30)
+    engine.step()
+    engine.step()
+    engine.step()
+    running = {seq.request.request_id for seq in engine.scheduler.batch.running_sequences()}
+    assert running == {"group", "a"}
+    group = engine.scheduler.find("group")
+    engine.step()
+    engine.scheduler.finish_sequence(group.sequences[1], FinishReason.STOP, "word")
+    engine.step()
+    assert "b" in {seq.request.request_id for seq in engine.scheduler.batch.running_sequences()}
+    engine.run()
+    whole = children(PROMPT, 3, 30)
+    assert engine.outputs("group")[0] == whole[0]
+    assert engine.outputs("group")[2] == whole[2]
+    assert engine.outputs("group")[1] == whole[1][: len(engine.outputs("group")[1])]
+    assert [seq.stop_reason for seq in engine.finished["group"].sequences] == [None, "word", None]
+
+
+@pytest.mark.parametrize("mode", ["auto", "recompute", "swap"])
+@pytest.mark.parametrize("policy", ["chunked", "three-phase", "prefill-first", "phased"])
+@pytest.mark.parametrize("host", [0, 40])
+def test_n_4_under_pressure(mode, policy, host):
+    """Without swap space, groups are computed again: the prompt once, then each child's own output."""
+    engine = ToyEngine(
+        num_blocks=30, block_size=B, num_host_blocks=host, max_model_len=48, policy=policy, preemption_mode=mode,
+        admission_headroom=0,
+    )  # fmt: skip
+    for i in range(6):
+        engine.add(f"r{i}", [*PROMPT, i], 20, n=4 if i % 2 else 1)
+    engine.run()
+    for i in range(6):
+        assert engine.outputs(f"r{i}") == children([*PROMPT, i], 4 if i % 2 else 1, 20)
+    modes = {p.mode.value for plan in engine.plans for p in plan.preempted}
+    assert modes
+    if mode == "recompute" or not host:
+        assert modes == {"recompute"}
+    assert not any(plan.blocks_to_swap_in and plan.blocks_to_swap_out for plan in engine.plans)
+
+
+def test_a_group_is_computed_again_with_its_prompt_once():
+    engine = ToyEngine(num_blocks=19, block_size=B, max_model_len=48, enable_prefix_caching=False, admission_headroom=0)
+    engine.add("first", PROMPT, 30)
+    engine.add("group", [*PROMPT, *PROMPT], 12, n=4)
+    engine.run()
+    assert engine.finished["group"].metrics.num_preemptions >= 1
+    assert engine.outputs("group") == children([*PROMPT, *PROMPT], 4, 12)
+    preempted_in = next(plan.step for plan in engine.plans if plan.preempted)
+    starts = [s.start for p in engine.plans if p.step > preempted_in for s in p.sequences if s.request_id == "group"]
+    assert starts.count(0) == 1  # one child computes the prompt's full blocks, the others begin after them
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap"])
+def test_abort_of_a_group_while_swapped(mode):
+    engine = ToyEngine(
+        num_blocks=20, block_size=B, num_host_blocks=40, max_model_len=48, preemption_mode=mode, admission_headroom=0
+    )
+    engine.add("first", PROMPT, 34)
+    engine.add("group", [1, *PROMPT], 20, n=3)
+    while "group" not in [r.request_id for r in engine.scheduler.swapped]:
+        engine.step()
+    host = engine.scheduler.kv.host_pool
+    assert host.num_available < host.num_blocks
+    engine.scheduler.abort("group")
+    assert host.num_available == host.num_blocks
+    engine.run()
+    assert engine.outputs("first") == children(PROMPT, 1, 34)
+    assert {seq.finish_reason for seq in engine.finished["group"].sequences} == {FinishReason.ABORT}
+
+
+def test_a_group_too_large_for_the_pool_ends_with_an_error_and_what_it_has():
+    engine = ToyEngine(num_blocks=12, block_size=B, max_model_len=48)
+    engine.add("group", PROMPT, 38, n=4)
+    engine.add("after", PROMPT, 5)
+    engine.run()
+    group = engine.finished["group"]
+    assert "its 4 sequences need more than the 12 KV blocks" in group.error
+    whole = children(PROMPT, 4, 38)
+    assert all(out and out == w[: len(out)] for out, w in zip(engine.outputs("group"), whole, strict=True))
+    assert engine.outputs("after") == children(PROMPT, 1, 5)
+    assert any("group" in plan.ignored for plan in engine.plans)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+def test_beams_against_brute_force(width, early_stopping, length_penalty):
+    search = {"early_stopping": early_stopping, "length_penalty": length_penalty}
+    for i in range(6):
+        engine = ToyEngine()
+        stop_ids = [3 * i, 3 * i + 1, 40]
+        engine.add("a", [*PROMPT, i], 12, stop_ids, width, params={"use_beam_search": True, **search})
+        engine.run()
+        assert engine.outputs("a") == toy_beam_search(
+            [*PROMPT, i], width, 12, stop_ids=frozenset(stop_ids), **search
+        )
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_beams_survive_preemption(mode):
+    engine = ToyEngine(
+        num_blocks=24, block_size=B, num_host_blocks=60, max_model_len=48, preemption_mode=mode, admission_headroom=0
+    )
+    engine.add("plain", PROMPT, 38)
+    for i in range(3):
+        engine.add(f"beams {i}", [*PROMPT, i], 20, n=3, params={"use_beam_search": True})
+    engine.run()
+    for i in range(3):
+        assert engine.outputs(f"beams {i}") == toy_beam_search([*PROMPT, i], 3, 20)
+    assert sum(r.metrics.num_preemptions for r in engine.finished.values())
+
+
+def test_lookahead_is_reserved_used_and_given_back():
+    engine = ToyEngine(num_lookahead_slots=5, max_num_batched_tokens=48)
+    engine.add("a", PROMPT, 40)
+    engine.add("b", [*PROMPT, 1], 40, n=2)
+    kv = engine.scheduler.kv
+    steps = 0
+    while engine.scheduler.num_unfinished_requests:
+        engine.scheduler.set_num_lookahead_slots([5, 0, 2][steps % 3])
+        plan = engine.step()
+        steps += 1
+        assert plan.num_lookahead_slots == [5, 0, 2][(steps - 1) % 3]
+        for seq in engine.scheduler.batch.running_sequences():
+            # What was reserved and not used is free again: no block beyond the known tokens.
+            assert len(kv.block_table(seq)) == kv.blocks_for(seq.num_tokens) or seq.num_output_tokens == 0 or (
+                len(kv.block_table(seq)) == kv.blocks_for(seq.num_tokens - 1)
+            )
+    assert engine.outputs("a") == children(PROMPT, 1, 40)
+    assert engine.outputs("b") == children([*PROMPT, 1], 2, 40)
+    assert steps < 40  # drafts were accepted
+
+
+def test_lookahead_counts_as_tokens():
+    from treadle.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"max_num_seqs \(8\) times 1 \+ num_lookahead_slots \(4\).*got 31"):
+        ToyEngine(num_lookahead_slots=3, max_num_batched_tokens=31)
+    engine = ToyEngine(num_lookahead_slots=3, max_num_batched_tokens=32)
+    with pytest.raises(ConfigError, match="must be 0 to 3, as set at the start; got 4"):
+        engine.scheduler.set_num_lookahead_slots(4)
+    engine.add("a", PROMPT, 8)
+    engine.step()
+    assert engine.step().num_batched_tokens == 4
