@@ -150,6 +150,7 @@ class ToyEngine:
         )
         self.runner = ToyRunner(num_blocks, block_size, num_host_blocks)
         self.plans: list[StepPlan] = []
+        self.observers = []
         self.finished: dict[str, Request] = {}
 
     def add(self, *args, **kwargs) -> Request:
@@ -160,19 +161,25 @@ class ToyEngine:
     def step(self, before_update=lambda plan: None) -> StepPlan:
         plan = self.scheduler.schedule()
         check_invariants(self.scheduler, plan)
+        for observer in self.observers:
+            observer.on_schedule(plan)
         result = self.runner.execute(plan)
         before_update(plan)
         self.scheduler.update(plan, result)
         self.clock.advance(1.0)
         check_invariants(self.scheduler)
         self.plans.append(plan)
-        self.collect()
+        finished = self.collect()
+        for observer in self.observers:
+            observer.on_update(plan, finished)
         return plan
 
-    def collect(self) -> None:
-        for request in self.scheduler.take_finished():
+    def collect(self) -> list[Request]:
+        finished = self.scheduler.take_finished()
+        for request in finished:
             assert request.request_id not in self.finished, "a request was finished twice"
             self.finished[request.request_id] = request
+        return finished
 
     def run(self, max_steps=10_000) -> dict[str, list[int]]:
         """Step until all is done: name → the first sequence's output."""

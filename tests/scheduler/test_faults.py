@@ -125,18 +125,27 @@ def test_a_step_that_preempts_admits_nobody():
             assert plan.refusals[0].reason is WaitReason.PREEMPTION
 
 
-def test_nobody_is_preempted_before_running_again():
-    engine = ToyEngine(num_blocks=12, block_size=B, max_model_len=48, max_num_seqs=8)
+@pytest.mark.parametrize("policy", ["chunked", "three-phase", "prefill-first", "phased"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("headroom", [0, 1])
+def test_little_thrash_in_a_pool_for_three_of_24(policy, mode, headroom):
+    engine = ToyEngine(
+        num_blocks=24, block_size=B, max_model_len=48, max_num_seqs=24, max_num_batched_tokens=48, policy=policy,
+        num_host_blocks=60, preemption_mode=mode, admission_headroom=headroom,
+    )  # fmt: skip
     for i in range(24):
-        engine.add(f"r{i}", [i] * (3 + i % 9), max_tokens=20)
+        engine.add(f"r{i}", [i] * (8 + i % 9), max_tokens=16 + i % 5)
     ran_since = {}
     while engine.scheduler.num_unfinished_requests:
         plan = engine.step()
         for p in plan.preempted:
+            # Nobody is preempted before having run a step since its return.
             assert ran_since.get(p.request_id), p
             ran_since[p.request_id] = False
         for s in plan.sequences:
             ran_since[s.request_id] = True
+        for name in plan.swapped_in:
+            ran_since[name] = True
     finished = engine.finished.values()
     assert sum(r.metrics.num_preemptions for r in finished) / len(finished) < 3
 

@@ -84,7 +84,9 @@ def test_n_4_under_pressure(mode, policy, host):
 
 
 def test_a_group_is_computed_again_with_its_prompt_once():
-    engine = ToyEngine(num_blocks=19, block_size=B, max_model_len=48, enable_prefix_caching=False, admission_headroom=0)
+    engine = ToyEngine(
+        num_blocks=19, block_size=B, max_model_len=48, enable_prefix_caching=False, admission_headroom=0
+    )
     engine.add("first", PROMPT, 30)
     engine.add("group", [*PROMPT, *PROMPT], 12, n=4)
     engine.run()
@@ -136,9 +138,7 @@ def test_beams_against_brute_force(width, early_stopping, length_penalty):
         stop_ids = [3 * i, 3 * i + 1, 40]
         engine.add("a", [*PROMPT, i], 12, stop_ids, width, params={"use_beam_search": True, **search})
         engine.run()
-        assert engine.outputs("a") == toy_beam_search(
-            [*PROMPT, i], width, 12, stop_ids=frozenset(stop_ids), **search
-        )
+        assert engine.outputs("a") == toy_beam_search([*PROMPT, i], width, 12, stop_ids=frozenset(stop_ids), **search)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -168,8 +168,10 @@ def test_lookahead_is_reserved_used_and_given_back():
         assert plan.num_lookahead_slots == [5, 0, 2][(steps - 1) % 3]
         for seq in engine.scheduler.batch.running_sequences():
             # What was reserved and not used is free again: no block beyond the known tokens.
-            assert len(kv.block_table(seq)) == kv.blocks_for(seq.num_tokens) or seq.num_output_tokens == 0 or (
-                len(kv.block_table(seq)) == kv.blocks_for(seq.num_tokens - 1)
+            assert (
+                len(kv.block_table(seq)) == kv.blocks_for(seq.num_tokens)
+                or seq.num_output_tokens == 0
+                or (len(kv.block_table(seq)) == kv.blocks_for(seq.num_tokens - 1))
             )
     assert engine.outputs("a") == children(PROMPT, 1, 40)
     assert engine.outputs("b") == children([*PROMPT, 1], 2, 40)

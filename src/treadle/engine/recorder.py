@@ -4,6 +4,7 @@ With the same arrivals on a virtual clock the file is the same to the byte.
 """
 
 import json
+import weakref
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,9 @@ class StepRecorder:
         scheduler: of the engine.
         clock: of the engine.
 
+    Attributes:
+        close: finishes the file.
+
     Raises:
         ConfigError: the file cannot be written.
     """
@@ -36,6 +40,8 @@ class StepRecorder:
             self._file: TextIO = path.open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError("record", f"{path} cannot be written ({error})") from error
+        # An engine has no end of its own: the file is finished with the recorder, or with the program.
+        self.close = weakref.finalize(self, self._file.close)
         self._scheduler = scheduler
         self._clock = clock
         self._known: set[str] = set()
@@ -63,10 +69,6 @@ class StepRecorder:
         self._record["time"] = self._start
         self._record["duration"] = self._clock.now() - self._start
         self._write(self._record)
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._file.close()
 
     def _write(self, record: StepRecord) -> None:
         self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")

@@ -1,0 +1,149 @@
+"""Recordings: what they hold, that they repeat to the byte, and what is told from them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toy import ToyEngine
+from treadle.engine.recorder import StepRecorder
+from treadle.engine.recording import Recording
+from treadle.errors import ConfigError, InvalidRequestError
+
+TRACE = """
+import random, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_recording import record_run
+record_run(Path(sys.argv[2]))
+"""
+
+
+def record_run(path, policy="chunked"):
+    """A seeded trace with groups, beams, adapters, swaps and preemptions, recorded."""
+    import random
+
+    from treadle.lora import LoRARequest
+
+    rng = random.Random(4)
+    engine = ToyEngine(
+        num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, policy=policy, order="priority",
+        max_loras=1, admission_headroom=0,
+    )  # fmt: skip
+    recorder = StepRecorder(path, engine.scheduler, engine.clock)
+    engine.observers.append(recorder)
+    for i in range(25):
+        adapter = rng.choice([0, 0, 1, 2])
+        engine.add(
+            f"r{i}", [rng.randrange(50) for _ in range(rng.randrange(1, 30))], rng.randrange(1, 25),
+            n=rng.choice([1, 1, 3]), priority=rng.randrange(3),
+            params={"use_beam_search": True} if rng.random() < 0.2 else {},
+            lora=LoRARequest("x", adapter) if adapter else None,
+        )  # fmt: skip
+        for _ in range(rng.randrange(3)):
+            engine.step()
+    engine.run()
+    recorder.close()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "run.jsonl"
+    return record_run(path), Recording(path)
+
+
+def test_recordings_are_the_same_to_the_byte_in_any_process(tmp_path):
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])}
+        subprocess.run(
+            [sys.executable, "-c", TRACE, str(Path(__file__).parent), str(tmp_path / f"{seed}.jsonl")],
+            check=True, env=environment, timeout=120,
+        )  # fmt: skip
+    first, second = ((tmp_path / f"{seed}.jsonl").read_bytes() for seed in ("1", "2"))
+    assert first == second
+    assert len(first) > 10_000
+
+
+def test_a_record_tells_who_did_what(run):
+    engine, recording = run
+    assert len(recording.records) == len(engine.plans)
+    assert recording.requests() == [f"r{i}" for i in range(25)]
+    assert recording.header["scheduler"]["order"] == "priority"
+    for record, plan in zip(recording.records, engine.plans, strict=True):
+        assert record["step"] == plan.step
+        assert record["tokens"] == plan.num_batched_tokens
+        assert len(record["preempted"]) == len(plan.preempted)
+        blocks = record["blocks"]
+        assert blocks["referenced"] + blocks["cached"] + blocks["free"] == 20
+        assert record["duration"] == 1.0
+    ended = {name: outcome for record in recording.records for name, outcome in record["finished"].items()}
+    assert set(ended) == set(recording.requests())
+    for name, request in engine.finished.items():
+        assert ended[name]["output_tokens"] == sum(seq.num_output_tokens for seq in request.sequences)
+        assert len(ended[name]["preemptions"]) == request.metrics.num_preemptions
+    assert any(record["swaps_in"] for record in recording.records)
+    assert any(record["copies"] for record in recording.records)
+
+
+def test_the_story_of_a_request(run):
+    engine, recording = run
+    name = max(engine.finished.values(), key=lambda r: r.metrics.num_preemptions).request_id
+    story = recording.story(name)
+    assert story.startswith(f"Request {name}\n  arrived with ")
+    assert "ended (length)" in story
+    for p in engine.finished[name].metrics.preemptions:
+        assert f"preempted in step {p.step} by {p.for_request_id} ({p.mode})" in story
+    with pytest.raises(InvalidRequestError, match="there is no request 'nobody'; there are r0, r1"):
+        recording.story("nobody")
+
+
+def test_the_table(run):
+    _, recording = run
+    table = recording.table(1, 10)
+    assert table.splitlines()[0].split()[:3] == ["step", "tokens", "r0"]
+    whole = recording.table()
+    for word in ("decode", "prefill", "beam", "swapped out by", "swapped in", "waiting: ", "→ end: length"):
+        assert word in whole
+
+
+def test_the_chrome_trace(run):
+    engine, recording = run
+    trace = json.loads(json.dumps(recording.chrome_trace()))
+    events = trace["traceEvents"]
+    steps = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    assert len(steps) == len(engine.plans)
+    assert all(e["dur"] > 0 and "ts" in e for e in events if e["ph"] == "X")
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {f"request r{i}" for i in range(25)}
+    counters = {e["name"] for e in events if e["ph"] == "C"}
+    assert counters == {"blocks", "queues", "tokens"}
+
+
+def test_broken_recordings_are_named(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        Recording(path)
+    path.write_text("{}\n")
+    with pytest.raises(InvalidRequestError, match="is no recording of format 1"):
+        Recording(path)
+    path.write_text('{"treadle_recording": 1}\n{"st\n{}\n')
+    with pytest.raises(InvalidRequestError, match="line 2: no JSON"):
+        Recording(path)
+
+
+def test_a_recording_cut_off_in_its_last_line_can_be_read(tmp_path):
+    path = tmp_path / "run.jsonl"
+    record_run(path)
+    whole = Recording(path).records
+    path.write_bytes(path.read_bytes()[:-30])
+    assert Recording(path).records == whole[:-1]
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    engine = ToyEngine()
+    with pytest.raises(ConfigError, match="record: .* cannot be written"):
+        StepRecorder(tmp_path / "no" / "run.jsonl", engine.scheduler, engine.clock)

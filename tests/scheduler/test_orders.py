@@ -1,0 +1,254 @@
+"""Who goes first, who is displaced, who is passed over, and that nobody waits for ever."""
+
+import sys
+
+import pytest
+
+from toy import ToyEngine, toy_continuation
+from treadle.errors import ConfigError, InvalidRequestError, Overloaded
+from treadle.lora import LoRARequest
+from treadle.scheduler import WaitReason
+
+B = 4
+POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]
+ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline"]
+
+
+def order_of_starts(engine):
+    return list(dict.fromkeys(s.request_id for plan in engine.plans for s in plan.sequences))
+
+
+def test_priority_goes_first_and_equals_in_order_of_arrival():
+    engine = ToyEngine(order="priority", max_num_seqs=1, max_num_batched_tokens=8)
+    for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -5)]:
+        engine.add(name, [1, 2], 3, priority=priority)
+    engine.run()
+    assert order_of_starts(engine) == ["d", "b", "a", "c"]
+
+
+def test_shortest_first():
+    engine = ToyEngine(order="shortest-first", max_num_seqs=1)
+    for name, length in [("long", 20), ("short", 2), ("middle", 9)]:
+        engine.add(name, list(range(length)), 3)
+    engine.run()
+    assert order_of_starts(engine) == ["short", "middle", "long"]
+
+
+def test_deadline():
+    engine = ToyEngine(order="deadline", max_num_seqs=1)
+    for name, deadline in [("never", float("inf")), ("late", 90.0), ("soon", 5.0)]:
+        engine.add(name, [1, 2], 3, deadline=deadline)
+    engine.run()
+    assert order_of_starts(engine) == ["soon", "late", "never"]
+
+
+def test_fair_tenants_take_turns_whatever_they_send():
+    engine = ToyEngine(order="fair", max_num_seqs=1)
+    for i in range(8):
+        engine.add(f"greedy {i}", [1, 2], 8, tenant="greedy")
+    for i in range(3):
+        engine.add(f"modest {i}", [1, 2], 8, tenant="modest")
+    engine.run()
+    starts = order_of_starts(engine)
+    assert max(starts.index(f"modest {i}") for i in range(3)) <= 6
+    assert starts.index("modest 0") <= 1
+
+
+def test_fair_saves_up_nothing_for_the_idle():
+    engine = ToyEngine(order="fair", max_num_seqs=1)
+    for i in range(6):
+        engine.add(f"early {i}", [1, 2], 4, tenant="early")
+    for _ in range(12):
+        engine.step()
+    for i in range(6):
+        engine.add(f"late {i}", [1, 2], 4, tenant="late")
+    engine.run()
+    starts = order_of_starts(engine)
+    # The newcomer takes turns from now on; it does not run all of its requests first.
+    assert starts.index("early 5") < starts.index("late 5")
+
+
+def test_a_better_priority_displaces_five_at_once():
+    engine = ToyEngine(num_blocks=20, block_size=B, order="priority", max_model_len=76, max_num_seqs=8)
+    for i in range(5):
+        engine.add(f"low {i}", [i] * 11, 30, priority=5)
+    for _ in range(6):
+        engine.step()
+    assert len(engine.scheduler.batch) == 5
+    engine.add("high", list(range(50)) + list(range(20)), 6, priority=0)
+    plan = engine.step()
+    assert [p.request_id for p in plan.preempted] == [f"low {i}" for i in (4, 3, 2, 1, 0)]
+    assert {p.for_request_id for p in plan.preempted} == {"high"}
+    assert [s.request_id for s in plan.sequences][:1] == ["high"]
+    engine.run()
+    assert engine.outputs("high") == [toy_continuation([*range(50), *range(20)], 6)]
+    for i in range(5):
+        assert engine.outputs(f"low {i}") == [toy_continuation([i] * 11, 30)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_priorities_never_displace_each_other(policy):
+    engine = ToyEngine(num_blocks=12, block_size=B, order="priority", max_model_len=40, policy=policy, max_num_seqs=2)
+    for i in range(12):
+        engine.add(f"r{i}", [i] * 9, 8, priority=3)
+        engine.step()
+    engine.run()
+    # Whoever fell gave way to somebody before it, in a decode; nobody to somebody who waited.
+    for plan in engine.plans:
+        assert all(int(p.request_id[1:]) >= int(p.for_request_id[1:]) for p in plan.preempted)
+
+
+def test_without_the_order_priority_nobody_is_displaced():
+    engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32)
+    engine.add("low", [1] * 20, 10, priority=9)
+    engine.step()
+    engine.add("high", [2] * 20, 5, priority=0)
+    engine.run()
+    assert not any(plan.preempted for plan in engine.plans)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_waits_for_ever_under_endless_arrivals(policy, order):
+    """The victim is the one that its order likes least; the age limit bounds its waiting."""
+    engine = ToyEngine(
+        num_blocks=24, block_size=B, max_model_len=60, max_num_seqs=3, policy=policy, order=order, age_limit_s=30.0,
+        num_host_blocks=20,
+    )  # fmt: skip
+    victim = {"priority": 9, "tenant": "busy"}
+    for i in range(3):
+        engine.add(f"first {i}", [3] * 4, 10, priority=9, tenant="busy")
+    engine.add("victim", list(range(40)), 12, **victim)
+    for i in range(600):
+        if "victim" in engine.finished:
+            break
+        engine.add(f"new {i}", [i % 50] * 3, 4, priority=0, tenant="busy" if i % 2 else "other", deadline=i + 5.0)
+        engine.step()
+    metrics = engine.finished["victim"].metrics
+    assert engine.outputs("victim") == [toy_continuation(range(40), 12)]
+    # Once old, it goes next; what runs before it ends within the longest output and a few steps.
+    assert metrics.first_scheduled_time <= 30.0 + 60.0
+    assert metrics.num_preemptions <= 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_preemptions_of_a_request_are_bounded(policy):
+    engine = ToyEngine(num_blocks=14, block_size=B, max_model_len=48, max_num_seqs=6, policy=policy)
+    for i in range(30):
+        engine.add(f"r{i}", [i] * (3 + i % 11), 20)
+        engine.step()
+    engine.run()
+    # A request that fell n times comes back only to 2^n times the room.
+    assert max(r.metrics.num_preemptions for r in engine.finished.values()) <= 5
+
+
+def lora(number, version=0):
+    return LoRARequest(f"adapter {number}", number, version=version)
+
+
+def test_adapters_are_capped_and_passed_over_and_keep_their_place():
+    engine = ToyEngine(max_loras=1, max_num_seqs=4)
+    engine.add("one", [1, 2], 10, lora=lora(1))
+    engine.add("two", [1, 2], 5, lora=lora(2))
+    engine.add("base", [1, 2], 5)
+    engine.add("one again", [1, 2], 5, lora=lora(1))
+    plan = engine.step()
+    assert [s.request_id for s in plan.sequences] == ["one", "base", "one again"]
+    assert [(r.request_id, r.reason) for r in plan.refusals] == [("two", WaitReason.ADAPTER)]
+    engine.run()
+    assert order_of_starts(engine)[-1] == "two"
+    for name, adapter, count in [("one", 1, 10), ("two", 2, 5), ("base", 0, 5), ("one again", 1, 5)]:
+        assert engine.outputs(name) == [toy_continuation([1, 2], count, adapter=adapter)]
+
+
+def test_one_adapter_against_a_stream_of_another():
+    engine = ToyEngine(max_loras=1, max_num_seqs=3, age_limit_s=20.0)
+    engine.add("first", [1], 6, lora=lora(1))
+    engine.add("victim", [2], 6, lora=lora(2))
+    for i in range(300):
+        if "victim" in engine.finished:
+            break
+        engine.add(f"stream {i}", [3, i % 50], 4 + i % 5, lora=lora(1))
+        engine.step()
+    metrics = engine.finished["victim"].metrics
+    assert 20.0 <= metrics.first_scheduled_time <= 30.0
+
+
+def test_the_base_model_is_never_held_up_by_adapters():
+    engine = ToyEngine(max_loras=1, max_num_seqs=3)
+    engine.add("one", [1], 20, lora=lora(1))
+    engine.add("two", [1], 5, lora=lora(2))
+    engine.add("base", [1], 5)
+    engine.step()
+    assert {seq.request.request_id for seq in engine.scheduler.batch.running_sequences()} == {"one", "base"}
+
+
+def test_prefixes_are_not_shared_across_adapters_versions_and_salts():
+    engine = ToyEngine(max_loras=2)
+    prompt = list(range(17))
+    kinds = [
+        {},
+        {"lora": lora(1)},
+        {"lora": lora(1, version=1)},
+        {"lora": lora(2)},
+        {"cache_salt": "x"},
+        {"lora": lora(1), "cache_salt": "x"},
+    ]
+    for turn in range(2):
+        for i, kind in enumerate(kinds):
+            engine.add(f"{i} {turn}", prompt, 2, **kind)
+            engine.run()
+            cached = engine.finished[f"{i} {turn}"].metrics.num_cached_tokens
+            assert cached == (16 if turn else 0)
+
+
+def test_adapters_can_be_off():
+    engine = ToyEngine(max_loras=0)
+    with pytest.raises(InvalidRequestError, match=r"adapter 'adapter 1': adapters are off"):
+        engine.add("a", [1], lora=lora(1))
+
+
+def test_a_full_queue_is_told_with_counts():
+    engine = ToyEngine(max_num_queued_requests=3, max_num_queued_tokens=20, max_num_seqs=1)
+    for name in "abc":
+        engine.add(name, [1] * 5)
+    with pytest.raises(Overloaded, match="3 requests wait and at most 3 may") as caught:
+        engine.add("d", [1])
+    assert (caught.value.num_queued_requests, caught.value.num_queued_tokens) == (3, 15)
+    engine.step()
+    with pytest.raises(Overloaded, match="10 prompt tokens wait and at most 20 may"):
+        engine.add("d", [1] * 11)
+    engine.add("d", [1] * 10)
+    engine.run()
+    assert set(engine.finished) == set("abcd")
+
+
+def test_unknown_orders_are_named():
+    with pytest.raises(ConfigError, match="order: unknown order 'best'; there are deadline, fair, fcfs"):
+        ToyEngine(order="best")
+
+
+def test_a_third_party_brings_a_policy(tmp_path, monkeypatch):
+    """The example of docs/scheduler.md, installed as a package with an entry point."""
+    from pathlib import Path
+
+    docs = (Path(__file__).parents[2] / "docs" / "scheduler.md").read_text()
+    source = docs.split("```python\n# longest_first.py\n")[1].split("```")[0]
+    (tmp_path / "longest_first.py").write_text(source)
+    info = tmp_path / "longest_first-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: longest-first\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[treadle.policies]\nlongest-first = longest_first:LongestFirst\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        engine = ToyEngine(order="longest-first", max_num_seqs=1)
+        for name, length in [("short", 2), ("long", 20), ("middle", 9)]:
+            engine.add(name, list(range(length)), 3)
+        engine.run()
+        assert order_of_starts(engine) == ["long", "middle", "short"]
+        with pytest.raises(ConfigError, match="unknown order 'x'; there are .*longest-first"):
+            ToyEngine(order="x")
+        with pytest.raises(ConfigError, match=r"'longest-first' has no method run\(\)"):
+            ToyEngine(policy="longest-first")
+    finally:
+        sys.modules.pop("longest_first", None)
