@@ -13,7 +13,7 @@ help:
 	@echo "make demo    set up, and answer a question with the embedded model (QUESTION=… for yours)"
 	@echo "make test    set up what is missing, and run the whole test suite"
 	@echo "make lint    formatting, lints and types"
-	@echo "make bench   Treadle against transformers on this machine"
+	@echo "make bench   what the scheduler costs, and Treadle against transformers, on this machine"
 	@echo "make clean   remove the virtual environment"
 
 $(READY): pyproject.toml constraints.txt
@@ -40,6 +40,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix src tests bench
 
 bench: $(READY)
+	$(BIN)/python bench/scheduler.py
+	$(BIN)/python bench/thrash.py
 	$(BIN)/python bench/vs_transformers.py
 
 clean:

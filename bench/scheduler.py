@@ -97,7 +97,7 @@ def bench_steady(sizes: list[int], count: int, peer: Callable[..., Steps] | None
     print(head + (f" {'peer':>10} {'peer / Treadle':>15}" if peer else ""))
     for size in sizes:
         # Long enough that nobody ends: the first ones decode while the last prompts are computed.
-        max_tokens = count + size * 128 // 8192 + 20
+        max_tokens = count + size // 32 + 20
         ours = steady(size, 128, max_tokens)
         other = peer(size, 128, max_tokens) if peer else None
         gc.collect()

@@ -203,7 +203,8 @@ def _cache_config(
             )
         _check_fits("kv_cache_memory", config.kv_cache_memory, num_bytes, device)
     else:
-        useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+        seats = config.scheduler_config(max_model_len).max_num_seqs
+        useful = seats * -(-max_model_len // config.block_size)
         budget = int(_free_bytes(device) * KV_CACHE_SHARE_OF_FREE_MEMORY)
         if device.type == "cpu":
             budget = min(budget, MAX_DEFAULT_KV_CACHE_BYTES)

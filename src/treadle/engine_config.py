@@ -33,7 +33,7 @@ class EngineConfig:
         dtype: "float32", "bfloat16" or "auto" (bfloat16 where the processor computes it, else float32).
         device: "cpu", "cuda" or "auto" (cuda when there is one).
         max_model_len: most tokens of prompt and output together; the model's own limit by default.
-        max_num_seqs: most sequences that run at once.
+        max_num_seqs: most sequences that run at once (256, or fewer if a step computes fewer tokens).
         max_num_batched_tokens: most tokens that one step computes.
         block_size: token slots of a KV block.
         num_kv_blocks: blocks of the KV pool. At most one of this and kv_cache_memory.
@@ -59,7 +59,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
@@ -88,7 +88,8 @@ class EngineConfig:
                 raise ConfigError(name, f"must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.max_model_len is not None:
             check_count("max_model_len", self.max_model_len, low=2)
-        check_count("max_num_seqs", self.max_num_seqs)
+        if self.max_num_seqs is not None:
+            check_count("max_num_seqs", self.max_num_seqs)
         check_count("block_size", self.block_size)
         check_count("max_logprobs", self.max_logprobs, low=0)
         if self.num_kv_blocks is not None:
@@ -103,14 +104,16 @@ class EngineConfig:
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, once the length is known."""
-        budget = self.max_num_batched_tokens
+        budget, seats = self.max_num_batched_tokens, self.max_num_seqs
+        if seats is None:
+            seats = DEFAULT_MAX_NUM_SEQS if budget is None else min(DEFAULT_MAX_NUM_SEQS, budget)
         if budget is None:
-            budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs)
+            budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seats)
             if self.scheduler in WHOLE_PROMPT_POLICIES:
                 budget = max(budget, max_model_len)
         return SchedulerConfig(
             max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=seats,
             max_num_batched_tokens=budget,
             policy=self.scheduler,
             order=self.order,

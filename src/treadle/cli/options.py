@@ -22,7 +22,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, help="most tokens of prompt and output (default: the model's limit)"
     )
-    group.add_argument("--max-num-seqs", type=int, default=256, help="most sequences at once (default: %(default)s)")
+    group.add_argument(
+        "--max-num-seqs", type=int, help="most sequences at once (default: 256, or the tokens of a step if fewer)"
+    )
     group.add_argument("--max-num-batched-tokens", type=int, help="most tokens of one step (default: 512)")
     group.add_argument("--block-size", type=int, default=16, help="tokens of a KV block (default: %(default)s)")
     group.add_argument("--num-kv-blocks", type=int, help="blocks of the KV pool (default: from free memory)")
