@@ -155,4 +155,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=1500, stateful_step_count=30, deadline=None)
