@@ -112,6 +112,17 @@ def test_colliding_hashes_cost_time_only():
     assert index.find(CollidingKey(ROOT, b"other", None)) is None
 
 
+def test_a_whole_run_on_colliding_hashes(monkeypatch):
+    monkeypatch.setattr("treadle.kvcache.manager.BlockKey", CollidingKey)
+    engine = ToyEngine(num_blocks=24, block_size=2, max_model_len=48)
+    prompts = {f"r{i}": [i % 3] * (5 + i) for i in range(16)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, 10)
+    tokens = engine.run()
+    assert tokens == {name: toy_continuation(prompt, 10) for name, prompt in prompts.items()}
+    assert sum(hits(engine, name) for name in prompts) > 0
+
+
 def test_a_child_is_not_reached_through_a_later_parent():
     index = PrefixIndex()
     parent = index.add(BlockKey(ROOT, b"a", None), 1)

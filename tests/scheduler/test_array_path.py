@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from toy import ToyEngine
+from treadle.scheduler import guards
 from treadle.scheduler.phases import Phases
 
 
@@ -18,7 +19,7 @@ class WithoutShortcuts:
         self.context = self.monkeypatch.context()
         patch = self.context.__enter__()
         patch.setattr(Phases, "_takes_all_at_once", lambda self, rows, num_tokens: False)
-        patch.setattr(Phases, "_is_still_refused", lambda self, request: False)
+        patch.setattr(guards, "is_still_refused", lambda state, request: False)
 
     def __exit__(self, *args):
         self.context.__exit__(*args)

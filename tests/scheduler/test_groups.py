@@ -4,6 +4,7 @@ import pytest
 
 from toy import ToyEngine, toy_beam_search, toy_continuation
 from treadle.request import FinishReason
+from treadle.scheduler import check_invariants
 
 B = 4
 PROMPT = list(range(10))
@@ -189,3 +190,44 @@ def test_lookahead_counts_as_tokens():
     engine.add("a", PROMPT, 8)
     engine.step()
     assert engine.step().num_batched_tokens == 4
+
+
+@pytest.mark.parametrize("direction", ["blocks_to_swap_out", "blocks_to_swap_in"])
+def test_a_failed_step_fails_its_requests_and_computes_the_swapped_again(direction):
+    engine = ToyEngine(
+        num_blocks=20,
+        block_size=B,
+        num_host_blocks=60,
+        max_model_len=48,
+        preemption_mode="swap",
+        admission_headroom=0,
+    )
+    for i in range(6):
+        engine.add(f"r{i}", [*PROMPT, i], 20, n=1 + i % 2)
+    failed = swapped = None
+    while engine.scheduler.num_unfinished_requests:
+        plan = engine.scheduler.schedule()
+        if failed is None and getattr(plan, direction):
+            ran = [s.request_id for s in plan.sequences]
+            ran += [seq.request.request_id for seq in plan.batch.sequences[plan.decode_rows]]
+            swapped = {p.request_id for p in plan.preempted} | set(plan.swapped_in)
+            failed = set(ran) - swapped
+            # The runner may have done a part of the step: the blocks that it was to move hold anything.
+            for _, target in plan.blocks_to_swap_in:
+                engine.runner.slots[target] = -1
+            for _, target in plan.blocks_to_swap_out:
+                engine.runner.host_slots[target] = -1
+            engine.scheduler.fail(plan, "broken")
+        else:
+            engine.scheduler.update(plan, engine.runner.execute(plan))
+        check_invariants(engine.scheduler)
+        engine.collect()
+    assert swapped
+    assert failed or direction == "blocks_to_swap_in"
+    for i in range(6):
+        name, whole = f"r{i}", children([*PROMPT, i], 1 + i % 2, 20)
+        if name in failed:
+            assert engine.finished[name].error == "broken"
+            assert all(out == w[: len(out)] for out, w in zip(engine.outputs(name), whole, strict=False))
+        else:
+            assert engine.outputs(name) == whole

@@ -10,7 +10,7 @@ import numpy as np
 
 from treadle.kvcache import AllocStatus, BlockPairs
 from treadle.request import FinishReason, IntArray, Request, Sequence
-from treadle.scheduler import lifecycle
+from treadle.scheduler import guards, lifecycle
 from treadle.scheduler.beams import num_candidates
 from treadle.scheduler.plan import (
     Preemption,
@@ -21,9 +21,6 @@ from treadle.scheduler.plan import (
     WaitReason,
 )
 from treadle.scheduler.state import BlockRefusal, SchedulerState
-
-MAX_HEADROOM_DOUBLINGS = 16
-"""Admission headroom doubles with each preemption; beyond this it exceeds every pool anyway."""
 
 
 class Cut(Enum):
@@ -123,14 +120,14 @@ class Phases:
 
     def _lacks_room(self, request: Request) -> bool:
         state = self._state
-        if self._is_adapter_refused(request):
+        if guards.lacks_adapter(state, request):
             return False  # that room comes with the end of other adapters' requests
         if state.batch.num_free_seats < request.num_seats:
             return True
-        if self._is_still_refused(request):
+        if guards.is_still_refused(state, request):
             return True
         plan = state.kv.plan_allocation(request)
-        return state.kv.can_allocate(plan, self._headroom(request)) is AllocStatus.LATER
+        return state.kv.can_allocate(plan, guards.headroom(state, request)) is AllocStatus.LATER
 
     # Decodes
 
@@ -318,9 +315,9 @@ class Phases:
             return WaitReason.NO_SEAT
         if self.remaining_tokens < len(sequences) * (1 + self._lookahead):
             return WaitReason.NO_BUDGET
-        if self._is_adapter_refused(request):
+        if guards.lacks_adapter(state, request):
             return WaitReason.ADAPTER
-        status = state.kv.can_swap_in(request, self._lookahead, self._headroom(request))
+        status = state.kv.can_swap_in(request, self._lookahead, guards.headroom(state, request))
         if status is AllocStatus.NEVER:
             self._give_up(request)
             return None
@@ -356,18 +353,18 @@ class Phases:
         state = self._state
         if self.preempted and not self._has_displaced_only_for(request):
             return WaitReason.PREEMPTION
-        if self._is_behind_swapped(request):
+        if guards.is_behind_swapped(state, request):
             return WaitReason.SWAPPED_FIRST
-        if self._is_adapter_refused(request):
+        if guards.lacks_adapter(state, request):
             return WaitReason.ADAPTER
         if state.batch.num_free_seats < request.num_seats:
             return WaitReason.NO_SEAT
         if self.remaining_tokens <= 0:
             return WaitReason.NO_BUDGET
-        if self._is_still_refused(request):
+        if guards.is_still_refused(state, request):
             return WaitReason.NO_BLOCKS
         plan = state.kv.plan_allocation(request)
-        status = state.kv.can_allocate(plan, self._headroom(request))
+        status = state.kv.can_allocate(plan, guards.headroom(state, request))
         if status is AllocStatus.NEVER:
             self._give_up(request)
             return None
@@ -387,38 +384,6 @@ class Phases:
     def _has_displaced_only_for(self, request: Request) -> bool:
         """Whether all preemptions of this step made room for requests of better priority."""
         return self._state.order.displaces and all(p.for_request_id == request.request_id for p in self.preempted)
-
-    def _is_behind_swapped(self, request: Request) -> bool:
-        """Whether a swapped request that waits for blocks or seats precedes it in rank."""
-        for swapped in self._state.swapped:
-            if swapped.rank > request.rank:
-                return False
-            if not self._is_adapter_refused(swapped):
-                return True
-        return False
-
-    def _is_adapter_refused(self, request: Request) -> bool:
-        """Whether the step would have more adapters than `max_loras`; the base model is never refused."""
-        adapters = self._state.adapters
-        if request.lora is None or request.lora.lora_int_id in adapters:
-            return False
-        return len(adapters) >= self._state.config.max_loras
-
-    def _headroom(self, request: Request) -> int:
-        """Blocks to leave free: more for who was thrown out before, none when nothing else runs."""
-        doublings = min(request.metrics.num_preemptions, MAX_HEADROOM_DOUBLINGS)
-        return int(self._state.config.admission_headroom * len(self._state.batch) << doublings)
-
-    def _is_still_refused(self, request: Request) -> bool:
-        """Whether nothing has changed for the better since `request` was refused for lack of blocks."""
-        state, last = self._state, self._state.block_refusal
-        return (
-            last is not None
-            and last.request is request
-            and state.kv.num_available_blocks <= last.num_available_blocks
-            and len(state.batch) >= last.num_running
-            and state.kv.version == last.cache_version
-        )
 
     def _give_up(self, request: Request) -> None:
         """The request cannot go on even alone: it ends with an error and what it has so far."""

@@ -4,7 +4,6 @@ It knows requests, rows and block ids. It knows no tensors, no text and no threa
 queue to queue is in lifecycle.py, what a step may do in phases.py, and what it does in policies/.
 """
 
-import heapq
 import operator
 
 import numpy as np
@@ -13,8 +12,9 @@ from treadle.clock import Clock, SystemClock
 from treadle.config import CacheConfig, SchedulerConfig
 from treadle.errors import ConfigError, EngineError, InvalidRequestError, Overloaded
 from treadle.kvcache import KVCacheManager
-from treadle.request import FinishReason, IntArray, Request, RequestStatus, Sequence
+from treadle.request import FinishReason, IntArray, Request, Sequence
 from treadle.scheduler import lifecycle
+from treadle.scheduler.ageing import Ageing
 from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.beams import select
 from treadle.scheduler.phases import Phases
@@ -75,8 +75,7 @@ class Scheduler:
         self._plan: StepPlan | None = None
         self._num_added = 0
         self._num_empty_steps = 0
-        # (time at which a request ages, arrival number, request): a heap.
-        self._ageing: list[tuple[float, int, Request]] = []
+        self._ageing = Ageing(config.age_limit_s)
 
     # Questions
 
@@ -165,7 +164,7 @@ class Scheduler:
         self._num_added += 1
         self._state.requests[request.request_id] = request
         self._state.waiting.add(request)
-        self._watch_age(request)
+        self._ageing.watch(request)
 
     def abort(self, request_id: str) -> None:
         """End a request early; while a step executes this takes effect after it. Unknown ids are ignored."""
@@ -208,16 +207,15 @@ class Scheduler:
         if self._plan is not None:
             raise EngineError("schedule() was called again before update() or fail()")
         self._state.step += 1
-        self._let_age()
+        self._ageing.apply(self._state)
         before = self._queue_lengths()
         phases = Phases(self._state)
         phases.displacement()
         self._policy.run(phases)
         plan = phases.plan()
         self._watch_progress(plan, has_changed=self._queue_lengths() != before)
-        if self.config.age_limit_s is not None:
-            for preemption in plan.preempted:
-                self._watch_age(self._state.requests[preemption.request_id])
+        for preemption in plan.preempted:
+            self._ageing.watch(self._state.requests[preemption.request_id])
         self._plan = plan
         return plan
 
@@ -371,28 +369,6 @@ class Scheduler:
             lifecycle.end_beams(state, request)
             return
         lifecycle.replace_beams(state, request, beams, going_on)
-
-    def _watch_age(self, request: Request) -> None:
-        limit = self.config.age_limit_s
-        if limit is not None and not request.is_aged:
-            heapq.heappush(self._ageing, (request.waiting_since + limit, request.arrival_number, request))
-
-    def _let_age(self) -> None:
-        """Those who have waited longer than the age limit go before all that have not, in order of arrival."""
-        if not self._ageing:
-            return
-        now = self._clock.now()
-        limit = self.config.age_limit_s
-        assert limit is not None
-        while self._ageing and self._ageing[0][0] <= now:
-            since, _, request = heapq.heappop(self._ageing)
-            queues = {RequestStatus.WAITING: self._state.waiting, RequestStatus.SWAPPED: self._state.swapped}
-            queue = queues.get(request.status)
-            if queue is None or request.is_aged or request.waiting_since + limit > since:
-                continue
-            queue.remove(request)
-            request.rank = (0, 0.0, request.arrival_number)
-            queue.add(request)
 
     def _close(self, plan: StepPlan) -> None:
         if plan is not self._plan:

@@ -1,0 +1,42 @@
+"""Questions that decide whether a request may come in now. Nothing here changes anything."""
+
+from treadle.request import Request
+from treadle.scheduler.state import SchedulerState
+
+MAX_HEADROOM_DOUBLINGS = 16
+"""Admission headroom doubles with each preemption; beyond this it exceeds every pool anyway."""
+
+
+def headroom(state: SchedulerState, request: Request) -> int:
+    """Blocks to leave free: more for who was thrown out before, none when nothing else runs."""
+    doublings = min(request.metrics.num_preemptions, MAX_HEADROOM_DOUBLINGS)
+    return int(state.config.admission_headroom * len(state.batch) << doublings)
+
+
+def lacks_adapter(state: SchedulerState, request: Request) -> bool:
+    """Whether the step would have more adapters than `max_loras`; the base model is never refused."""
+    if request.lora is None or request.lora.lora_int_id in state.adapters:
+        return False
+    return len(state.adapters) >= state.config.max_loras
+
+
+def is_behind_swapped(state: SchedulerState, request: Request) -> bool:
+    """Whether a swapped request that waits for blocks or seats precedes it in rank."""
+    for swapped in state.swapped:
+        if swapped.rank > request.rank:
+            return False
+        if not lacks_adapter(state, swapped):
+            return True
+    return False
+
+
+def is_still_refused(state: SchedulerState, request: Request) -> bool:
+    """Whether nothing has changed for the better since `request` was refused for lack of blocks."""
+    last = state.block_refusal
+    return (
+        last is not None
+        and last.request is request
+        and state.kv.num_available_blocks <= last.num_available_blocks
+        and len(state.batch) >= last.num_running
+        and state.kv.version == last.cache_version
+    )
