@@ -113,7 +113,7 @@ def bench_steady(sizes: list[int], count: int, peer: Callable[..., Steps] | None
         p99 = sorted(mine)[int(len(mine) * 0.99)]
         line = f"{size:>10} {median:>8.1f} {statistics.mean(mine):>8.1f} {p99:>8.1f} {median / size:>8.3f}"
         if theirs:
-            line += f" {statistics.median(theirs):>10.1f} {statistics.median(theirs) / median:>15.1f}"
+            line += f" {statistics.median(theirs):>10.1f} {statistics.median(theirs) / median:>15.2f}"
         print(line, flush=True)
 
 

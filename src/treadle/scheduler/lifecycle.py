@@ -9,12 +9,9 @@
       └─ recompute_lost  └──── swap_out ─────▲
 """
 
-import numpy as np
-
 from treadle.kvcache import AllocationPlan, BlockPairs
 from treadle.outputs import PreemptionRecord
 from treadle.request import FinishReason, Request, RequestStatus, Sequence
-from treadle.scheduler.beams import BeamSearch, Continuation
 from treadle.scheduler.plan import PreemptionMode
 from treadle.scheduler.state import SchedulerState
 
@@ -130,11 +127,11 @@ def end_sequence(
     stop_reason: int | str | None = None,
 ) -> None:
     """One sequence has ended: free what it holds, and end the request with the last of them."""
-    _release(state, seq)
+    release(state, seq)
     seq.finish_reason = reason
     seq.stop_reason = stop_reason
     if not seq.request.live_sequences:
-        _leave(state, seq.request)
+        leave(state, seq.request)
 
 
 def end_request(
@@ -147,65 +144,10 @@ def end_request(
     """End all sequences of a request, whichever queue it is in."""
     request.error = error
     for seq in request.live_sequences:
-        _release(state, seq)
+        release(state, seq)
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
-    _leave(state, request)
-
-
-def end_beams(state: SchedulerState, request: Request) -> None:
-    """A beam search is over: its finished sequences, best first, take the place of the beams."""
-    for seq in request.live_sequences:
-        _release(state, seq)
-    request.sequences = []
-    for i, hypothesis in enumerate(state.beams[request].finished):
-        seq = Sequence(request, i, hypothesis.token_ids)
-        seq.cumulative_logprob = hypothesis.cumulative_logprob
-        seq.finish_reason = hypothesis.finish_reason
-        seq.stop_reason = hypothesis.stop_reason
-        request.sequences.append(seq)
-    _leave(state, request)
-
-
-def replace_beams(
-    state: SchedulerState, request: Request, beams: list[Sequence], continuations: list[Continuation]
-) -> None:
-    """The continuations of a beam search take the places of its beams.
-
-    Args:
-        state: of the scheduler.
-        request: whose search it is.
-        beams: its beams, which the continuations name as parents.
-        continuations: what goes on, at most `n`.
-    """
-    sequences = list(beams)
-    while len(sequences) < len(continuations):
-        beam = Sequence(request, len(sequences), beams[0].token_ids.copy(), beams[0].num_computed_tokens)
-        state.batch.add(beam, token_limit(state, request))
-        state.kv.fork(beams[0], beam)
-        sequences.append(beam)
-    parents = [beams[c.parent] for c in continuations]
-    tokens = [
-        np.append(parent.token_ids, np.int32(c.token_id)) for parent, c in zip(parents, continuations, strict=True)
-    ]
-    computed = [parent.num_computed_tokens for parent in parents]
-    request.sequences = sequences[: len(continuations)]
-    state.kv.reassign(request.sequences, parents)
-    for seq, c, token_ids, num_computed in zip(request.sequences, continuations, tokens, computed, strict=True):
-        seq.replace_tokens(token_ids, num_computed)
-        seq.cumulative_logprob = c.cumulative_logprob
-    for seq in sequences[len(continuations) :]:
-        _release(state, seq)
-    state.batch.reserve_seats(request, request.sampling_params.n - len(request.sequences))
-
-
-def beam_search(state: SchedulerState, request: Request) -> BeamSearch:
-    """The request's beam search, begun if need be."""
-    search = state.beams.get(request)
-    if search is None:
-        longest = token_limit(state, request) - len(request.prompt_token_ids)
-        search = state.beams[request] = BeamSearch(request.sampling_params, longest)
-    return search
+    leave(state, request)
 
 
 def _seat(state: SchedulerState, request: Request) -> None:
@@ -246,7 +188,8 @@ def _wait_again(state: SchedulerState, request: Request) -> None:
     state.waiting.add(request)
 
 
-def _release(state: SchedulerState, seq: Sequence) -> None:
+def release(state: SchedulerState, seq: Sequence) -> None:
+    """Take row and blocks from a sequence, in whichever tier they are."""
     if seq.row is not None:
         state.kv.free(seq)
         state.batch.remove(seq)
@@ -255,7 +198,8 @@ def _release(state: SchedulerState, seq: Sequence) -> None:
     seq.shares = None
 
 
-def _leave(state: SchedulerState, request: Request) -> None:
+def leave(state: SchedulerState, request: Request) -> None:
+    """All sequences of a request have ended and been released: it leaves its queue."""
     if request.status is RequestStatus.WAITING:
         state.waiting.remove(request)
     elif request.status is RequestStatus.SWAPPED:

@@ -13,10 +13,9 @@ from treadle.config import CacheConfig, SchedulerConfig
 from treadle.errors import ConfigError, EngineError, InvalidRequestError, Overloaded
 from treadle.kvcache import KVCacheManager
 from treadle.request import FinishReason, IntArray, Request, Sequence
-from treadle.scheduler import lifecycle
+from treadle.scheduler import beam_step, lifecycle
 from treadle.scheduler.ageing import Ageing
 from treadle.scheduler.batch import RunningBatch
-from treadle.scheduler.beams import select
 from treadle.scheduler.phases import Phases
 from treadle.scheduler.plan import SequenceResult, StepOutputs, StepPlan, StepResult, TokenLogprobs
 from treadle.scheduler.policies.registry import (
@@ -245,7 +244,7 @@ class Scheduler:
                 first += zip(targets, answer.token_ids, logprobs, strict=True)
         outputs = self._append(plan, result, first, prompt_logprobs)
         for request, answers in beams.items():
-            self._advance_beams(request, answers)
+            beam_step.advance(self._state, request, answers)
         self._apply_aborts()
         return outputs
 
@@ -336,39 +335,6 @@ class Scheduler:
             lifecycle.end_sequence(self._state, seq, FinishReason.STOP, token_id if token_id in named else None)
         else:
             lifecycle.end_sequence(self._state, seq, FinishReason.LENGTH)
-
-    def _advance_beams(self, request: Request, answers: list[tuple[Sequence, SequenceResult]]) -> None:
-        """One step of a beam search: the best continuations take the beams' places."""
-        state = self._state
-        now = self._clock.now()
-        if request.metrics.first_token_time is None:
-            request.metrics.first_token_time = now
-        request.metrics.last_token_time = now
-        search = lifecycle.beam_search(state, request)
-        beams = [seq for seq, _ in answers]
-        going_on, ending = select(
-            [seq.cumulative_logprob for seq in beams],
-            [answer.candidates for _, answer in answers],
-            request.sampling_params.n,
-            request.stop_token_ids,
-        )
-        num_outputs = beams[0].num_output_tokens + 1
-        named = request.sampling_params.stop_token_ids or ()
-        for c in ending:
-            tokens = np.append(beams[c.parent].token_ids, np.int32(c.token_id))
-            stop_reason = c.token_id if c.token_id in named else None
-            search.add(tokens, num_outputs, c.cumulative_logprob, FinishReason.STOP, stop_reason)
-        at_limit = beams[0].num_tokens + 1 >= lifecycle.token_limit(state, request)
-        is_over = not going_on or search.is_over(going_on[0].cumulative_logprob, num_outputs)
-        if at_limit and not is_over:
-            for c in going_on:
-                tokens = np.append(beams[c.parent].token_ids, np.int32(c.token_id))
-                search.add(tokens, num_outputs, c.cumulative_logprob, FinishReason.LENGTH)
-            is_over = True
-        if is_over:
-            lifecycle.end_beams(state, request)
-            return
-        lifecycle.replace_beams(state, request, beams, going_on)
 
     def _close(self, plan: StepPlan) -> None:
         if plan is not self._plan:

@@ -1,0 +1,103 @@
+"""One step of a beam search on rows and blocks: every beam is replaced by the continuation that takes its place."""
+
+import numpy as np
+
+from treadle.request import FinishReason, Request, Sequence
+from treadle.scheduler.beams import BeamSearch, Continuation, select
+from treadle.scheduler.lifecycle import leave, release, token_limit
+from treadle.scheduler.plan import SequenceResult
+from treadle.scheduler.state import SchedulerState
+
+
+def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequence, SequenceResult]]) -> None:
+    """The best continuations take the beams' places, or the search ends.
+
+    Args:
+        state: of the scheduler.
+        request: whose search it is.
+        answers: each beam with the runner's candidates for it.
+    """
+    now = state.clock.now()
+    if request.metrics.first_token_time is None:
+        request.metrics.first_token_time = now
+    request.metrics.last_token_time = now
+    search = _search(state, request)
+    beams = [seq for seq, _ in answers]
+    going_on, ending = select(
+        [seq.cumulative_logprob for seq in beams],
+        [answer.candidates for _, answer in answers],
+        request.sampling_params.n,
+        request.stop_token_ids,
+    )
+    num_outputs = beams[0].num_output_tokens + 1
+    named = request.sampling_params.stop_token_ids or ()
+    for c in ending:
+        tokens = np.append(beams[c.parent].token_ids, np.int32(c.token_id))
+        stop_reason = c.token_id if c.token_id in named else None
+        search.add(tokens, num_outputs, c.cumulative_logprob, FinishReason.STOP, stop_reason)
+    at_limit = beams[0].num_tokens + 1 >= token_limit(state, request)
+    is_over = not going_on or search.is_over(going_on[0].cumulative_logprob, num_outputs)
+    if at_limit and not is_over:
+        for c in going_on:
+            tokens = np.append(beams[c.parent].token_ids, np.int32(c.token_id))
+            search.add(tokens, num_outputs, c.cumulative_logprob, FinishReason.LENGTH)
+        is_over = True
+    if is_over:
+        _end(state, request)
+        return
+    _replace(state, request, beams, going_on)
+
+
+def _search(state: SchedulerState, request: Request) -> BeamSearch:
+    """The request's beam search, begun if need be."""
+    search = state.beams.get(request)
+    if search is None:
+        longest = token_limit(state, request) - len(request.prompt_token_ids)
+        search = state.beams[request] = BeamSearch(request.sampling_params, longest)
+    return search
+
+
+def _replace(
+    state: SchedulerState, request: Request, beams: list[Sequence], continuations: list[Continuation]
+) -> None:
+    """The continuations of a beam search take the places of its beams.
+
+    Args:
+        state: of the scheduler.
+        request: whose search it is.
+        beams: its beams, which the continuations name as parents.
+        continuations: what goes on, at most `n`.
+    """
+    sequences = list(beams)
+    while len(sequences) < len(continuations):
+        beam = Sequence(request, len(sequences), beams[0].token_ids.copy(), beams[0].num_computed_tokens)
+        state.batch.add(beam, token_limit(state, request))
+        state.kv.fork(beams[0], beam)
+        sequences.append(beam)
+    parents = [beams[c.parent] for c in continuations]
+    tokens = [
+        np.append(parent.token_ids, np.int32(c.token_id)) for parent, c in zip(parents, continuations, strict=True)
+    ]
+    computed = [parent.num_computed_tokens for parent in parents]
+    request.sequences = sequences[: len(continuations)]
+    state.kv.reassign(request.sequences, parents)
+    for seq, c, token_ids, num_computed in zip(request.sequences, continuations, tokens, computed, strict=True):
+        seq.replace_tokens(token_ids, num_computed)
+        seq.cumulative_logprob = c.cumulative_logprob
+    for seq in sequences[len(continuations) :]:
+        release(state, seq)
+    state.batch.reserve_seats(request, request.sampling_params.n - len(request.sequences))
+
+
+def _end(state: SchedulerState, request: Request) -> None:
+    """A beam search is over: its finished sequences, best first, take the place of the beams."""
+    for seq in request.live_sequences:
+        release(state, seq)
+    request.sequences = []
+    for i, hypothesis in enumerate(state.beams[request].finished):
+        seq = Sequence(request, i, hypothesis.token_ids)
+        seq.cumulative_logprob = hypothesis.cumulative_logprob
+        seq.finish_reason = hypothesis.finish_reason
+        seq.stop_reason = hypothesis.stop_reason
+        request.sequences.append(seq)
+    leave(state, request)
