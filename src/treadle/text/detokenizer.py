@@ -32,7 +32,8 @@ class IncrementalDetokenizer:
         """Take further tokens; returns the text that is certain now and was not shown before."""
         pieces = []
         for token_id in token_ids:
-            if token_id in self._skipped:
+            # Models may have more ids than their tokenizer; those have no text.
+            if token_id in self._skipped or not self._tokenizer.has(token_id):
                 continue
             self._ids.append(token_id)
             # Byte tokens become text together: an invalid one changes how those before it are shown.

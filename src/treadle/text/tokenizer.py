@@ -55,6 +55,10 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
+    def has(self, token_id: int) -> bool:
+        """Whether the tokenizer knows the id."""
+        return self.backend.id_to_token(token_id) is not None
+
     def token_id(self, token: str) -> int | None:
         """The id of a token given as text, None if there is no such token."""
         token_id: int | None = self.backend.token_to_id(token)
