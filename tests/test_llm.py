@@ -12,6 +12,8 @@ from real_prompts import STORY
 from treadle import LLM, SamplingParams
 from treadle.errors import ConfigError, InvalidRequestError, ModelLoadError
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 

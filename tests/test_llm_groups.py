@@ -8,6 +8,8 @@ from treadle import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from treadle.engine.recording import Recording
 from treadle.errors import ConfigError, InvalidRequestError, Overloaded
 
+pytestmark = pytest.mark.slow
+
 
 def test_children_differ_and_repeat(llm):
     params = SamplingParams(n=4, seed=5, max_tokens=10, logprobs=1)

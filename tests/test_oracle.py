@@ -8,6 +8,8 @@ from oracles import assert_greedy, reference_logits
 from real_prompts import TEXTS, prompts
 from treadle import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 MAX_TOKENS = 16
 
 

@@ -8,6 +8,8 @@ from oracles import assert_same_draws, assert_same_tokens
 from real_prompts import STORY
 from treadle import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 24
 B = 16
 

@@ -7,6 +7,8 @@ from oracles import assert_same_tokens
 from real_prompts import prompts
 from treadle import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 

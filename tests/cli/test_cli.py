@@ -10,6 +10,8 @@ import pytest
 
 import treadle
 
+pytestmark = pytest.mark.slow
+
 FAST = ["--dtype", "float32", "--max-model-len", "512", "--num-kv-blocks", "64"]
 
 

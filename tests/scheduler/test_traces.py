@@ -1,6 +1,7 @@
 """Random traces on the toy runner with everything at once: every invariant after every step, and the right tokens."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -154,5 +155,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(out == whole[: len(out)] for out, whole in zip(outputs, expected, strict=False))
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(max_examples=1500, stateful_step_count=30, deadline=None)
