@@ -129,7 +129,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     )  # fmt: skip
     logger.info(
         "KV pool: %d blocks of %d = %d tokens (%.0f MiB), room for %.1f requests of max_model_len %d; "
-        "%d more to swap to; at most %d sequences, %d tokens a step, scheduler %s, order %s",
+        "%d host blocks to swap to; at most %d sequences, %d tokens a step, scheduler %s, order %s",
         cache_config.num_blocks, cache_config.block_size, cache_config.num_slots, pool_bytes / 2**20,
         cache_config.num_slots / max_model_len, max_model_len, cache_config.num_host_blocks,
         scheduler_config.max_num_seqs, scheduler_config.max_num_batched_tokens, scheduler_config.policy,

@@ -26,18 +26,26 @@ def say(text: str = "") -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def load(args: argparse.Namespace) -> tuple["LLM", SamplingParams]:
-    """The engine and the sampling parameters that the options ask for, with a progress line."""
+def load(args: argparse.Namespace, *, log_stats: bool) -> tuple["LLM", SamplingParams]:
+    """The engine and the sampling parameters that the options ask for, with a progress line.
+
+    Args:
+        args: the command line.
+        log_stats: whether lines of statistics may come between; not into an answer that is being written.
+    """
     given = sampling_options(args)
     # Mistakes are told before torch and a model are loaded.
     SamplingParams(**given)
-    EngineConfig(**engine_options(args))
+    options = engine_options(args)
+    if not log_stats:
+        options["log_stats_interval_s"] = 0
+    EngineConfig(**options)
     line = _ProgressLine(f"Loading {args.model}")
     line.show(0.0)
     try:
         from treadle import LLM
 
-        llm = LLM(**engine_options(args), on_progress=line.show)
+        llm = LLM(**options, on_progress=line.show)
     finally:
         line.clear()
     defaults = {"temperature": 0.0, **llm.sampling_defaults}
@@ -52,8 +60,10 @@ class _ProgressLine:
         self._is_terminal = sys.stderr.isatty()
 
     def show(self, share: float) -> None:
-        """Draw the bar at `share`, 0 to 1."""
-        if self._is_terminal:
+        """Draw the bar at `share`, 0 to 1; at 1 it has done its work and goes."""
+        if share >= 1.0:
+            self.clear()
+        elif self._is_terminal:
             full = round(share * BAR_WIDTH)
             bar = "█" * full + "░" * (BAR_WIDTH - full)
             print(f"\r{self._title}  {bar} {share:4.0%}", end="", file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     prompts = _read_prompts(args)
-    llm, params = load(args)
+    llm, params = load(args, log_stats=len(prompts) > 1)
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         prompts = [llm.render_chat([*system, {"role": "user", "content": prompt}]) for prompt in prompts]
