@@ -69,10 +69,6 @@ class Engine:
         """Show every further step to `observer`."""
         self._observers.append(observer)
 
-    def remove_observer(self, observer: StepObserver) -> None:
-        """Show `observer` no further step."""
-        self._observers.remove(observer)
-
     def add_request(self, request: Request, *, stream: bool = False) -> None:
         """Queue `request`; InvalidRequestError if it cannot be served, Overloaded if the queue is full.
 
@@ -80,12 +76,16 @@ class Engine:
             request: a checked request with a new id.
             stream: give an output of what is new after every token, rather than one at the end.
         """
-        self.check(request, stream=stream)
+        self._check_supported(request, stream)
         self.scheduler.add(request)
         self._output_processor.add(request, stream=stream)
 
     def check(self, request: Request, *, stream: bool = False) -> None:
         """Raise what `add_request` would raise."""
+        self._check_supported(request, stream)
+        self.scheduler.check(request)
+
+    def _check_supported(self, request: Request, stream: bool) -> None:
         if request.lora is not None and not self._runner.supports_lora:
             raise InvalidRequestError(
                 "lora_request",
@@ -93,7 +93,6 @@ class Engine:
             )
         if stream and request.sampling_params.use_beam_search:
             raise InvalidRequestError("use_beam_search", "cannot be streamed: which beam wins is known at the end")
-        self.scheduler.check(request)
 
     def abort_request(self, request_id: str) -> None:
         """End a request early; its last output comes with the next step. Unknown ids are ignored."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from treadle.request import FinishReason, Request, Sequence
+from treadle.request import FinishReason, IntArray, Request, Sequence
 from treadle.scheduler.beams import BeamSearch, Continuation, select
 from treadle.scheduler.lifecycle import leave, release, token_limit
 from treadle.scheduler.plan import SequenceResult
@@ -32,20 +32,23 @@ def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequenc
     num_outputs = beams[0].num_output_tokens + 1
     named = request.sampling_params.stop_token_ids or ()
     for c in ending:
-        tokens = np.append(beams[c.parent].token_ids, np.int32(c.token_id))
         stop_reason = c.token_id if c.token_id in named else None
-        search.add(tokens, num_outputs, c.cumulative_logprob, FinishReason.STOP, stop_reason)
+        search.add(_token_ids(beams, c), num_outputs, c.cumulative_logprob, FinishReason.STOP, stop_reason)
     at_limit = beams[0].num_tokens + 1 >= token_limit(state, request)
     is_over = not going_on or search.is_over(going_on[0].cumulative_logprob, num_outputs)
     if at_limit and not is_over:
         for c in going_on:
-            tokens = np.append(beams[c.parent].token_ids, np.int32(c.token_id))
-            search.add(tokens, num_outputs, c.cumulative_logprob, FinishReason.LENGTH)
+            search.add(_token_ids(beams, c), num_outputs, c.cumulative_logprob, FinishReason.LENGTH)
         is_over = True
     if is_over:
         _end(state, request)
         return
     _replace(state, request, beams, going_on)
+
+
+def _token_ids(beams: list[Sequence], continuation: Continuation) -> IntArray:
+    """All tokens of a continuation: its parent's and the new one, int32 [num_tokens + 1]."""
+    return np.append(beams[continuation.parent].token_ids, np.int32(continuation.token_id))
 
 
 def _search(state: SchedulerState, request: Request) -> BeamSearch:
@@ -75,9 +78,7 @@ def _replace(
         state.kv.fork(beams[0], beam)
         sequences.append(beam)
     parents = [beams[c.parent] for c in continuations]
-    tokens = [
-        np.append(parent.token_ids, np.int32(c.token_id)) for parent, c in zip(parents, continuations, strict=True)
-    ]
+    tokens = [_token_ids(beams, c) for c in continuations]
     computed = [parent.num_computed_tokens for parent in parents]
     request.sequences = sequences[: len(continuations)]
     state.kv.reassign(request.sequences, parents)

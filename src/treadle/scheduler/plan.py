@@ -126,11 +126,6 @@ class StepPlan:
         """Whether the step runs nothing."""
         return not self.sequences and not len(self.decode_rows)
 
-    @property
-    def moves_blocks(self) -> bool:
-        """Whether blocks have to be swapped or copied, even if nothing runs."""
-        return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy)
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
