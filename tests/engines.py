@@ -3,7 +3,10 @@
 from treadle.clock import SystemClock
 from treadle.config import CacheConfig, RequestLimits, SchedulerConfig
 from treadle.engine import Engine
+from treadle.models.native import NativeModel
 from treadle.runner import KVStorage, ModelRunner
+from treadle.runner.native_backend import NativeBackend, NativeKVStorage
+from treadle.runner.torch_backend import TorchBackend
 from treadle.scheduler import Scheduler
 from treadle.text.input_processor import InputProcessor, RequestOptions
 from treadle.text.output_processor import OutputProcessor
@@ -24,6 +27,8 @@ class TestEngine:
         enable_prefix_caching=True,
         num_host_blocks=0,
         runner=None,
+        int8_kv=False,
+        threads=2,
         **scheduler,
     ):
         scheduler.setdefault("max_model_len", min(2048, num_blocks * block_size))
@@ -36,18 +41,7 @@ class TestEngine:
         )
         clock = SystemClock()
         self.scheduler = Scheduler(SchedulerConfig(**scheduler), cache, clock)
-        storage = KVStorage(
-            model.config,
-            num_blocks=num_blocks,
-            num_host_blocks=num_host_blocks,
-            block_size=block_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        # What was never written must not matter.
-        storage.keys.fill_(float("nan"))
-        storage.values.fill_(float("nan"))
-        self.runner = ModelRunner(model, storage, block_size)
+        self.runner = ModelRunner(make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads))
         if runner is not None:
             self.runner = runner(self.runner)
         limits = RequestLimits(max_model_len=scheduler["max_model_len"], vocab_size=model.config.vocab_size)
@@ -81,3 +75,16 @@ class TestEngine:
             self.add(str(i), list(prompt), params)
         results = self.run(on_step)
         return [results[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+
+
+def make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads):
+    """A backend whose unwritten KV is filled with NaN: what was never written must not matter."""
+    shape = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks, "block_size": block_size}
+    if isinstance(model, NativeModel):
+        storage = NativeKVStorage(model, **shape, int8=int8_kv)
+        storage.pool.fill_(0xFF)  # NaN as bfloat16 and as float
+        return NativeBackend(model, storage, threads=threads)
+    storage = KVStorage(model.config, **shape, dtype=model.dtype, device=model.device)
+    storage.keys.fill_(float("nan"))
+    storage.values.fill_(float("nan"))
+    return TorchBackend(model, storage, int8_kv=int8_kv)

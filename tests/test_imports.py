@@ -23,6 +23,7 @@ ROOMS = [
     {"kernels"},
     {"models"},
     {"runner"},
+    {"compute"},
     {"build"},
     {"llm"},
     {"cli"},

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from treadle.clock import SystemClock
+from treadle.compute import Compute, choose_compute
 from treadle.config import CacheConfig, RequestLimits
 from treadle.engine import Engine
 from treadle.engine.observers import StatsLogger, StepObserver
@@ -19,8 +20,13 @@ from treadle.errors import ConfigError
 from treadle.memory import available_bytes
 from treadle.models.config import ModelConfig
 from treadle.models.llama import LlamaModel
+from treadle.models.loaders import LoadedModel
+from treadle.models.native import NativeModel
 from treadle.models.registry import load_model
 from treadle.runner import KVStorage, ModelRunner
+from treadle.runner.backend import Backend
+from treadle.runner.native_backend import NativeBackend, NativeKVStorage
+from treadle.runner.torch_backend import TorchBackend
 from treadle.scheduler import Scheduler
 from treadle.text import ChatTemplate, Tokenizer
 from treadle.text.input_processor import InputProcessor
@@ -70,20 +76,13 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         ConfigError: settings that cannot work with this model on this machine.
     """
     start = time.monotonic()
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
     loaded = load_model(config.model)
     model_config = loaded.config
+    compute = choose_compute(config, model_config)
     max_model_len, reason = _max_model_len(config, model_config)
-    model = LlamaModel(
-        model_config,
-        loaded.weights,
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        on_progress=on_progress,
-    )
-    cache_config = _cache_config(config, model_config, max_model_len, dtype, device)
+    model = _load_weights(loaded, compute, max_model_len, on_progress)
+    block_bytes = compute.block_bytes(model_config, config.block_size)
+    cache_config = _cache_config(config, max_model_len, block_bytes, compute.device)
     if max_model_len > cache_config.num_slots:
         reason = (
             f"the KV pool of {cache_config.num_blocks} blocks holds {cache_config.num_slots} tokens; "
@@ -94,14 +93,6 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     scheduler_config = config.scheduler_config(max_model_len)
     clock = SystemClock()
     scheduler = Scheduler(scheduler_config, cache_config, clock)
-    storage = KVStorage(
-        model_config,
-        num_blocks=cache_config.num_blocks,
-        num_host_blocks=cache_config.num_host_blocks,
-        block_size=cache_config.block_size,
-        dtype=dtype,
-        device=device,
-    )
     observers: list[StepObserver] = []
     if config.record is not None:
         observers.append(StepRecorder(Path(config.record), scheduler, clock))
@@ -109,7 +100,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         observers.append(StatsLogger(scheduler, clock, config.log_stats_interval_s))
     engine = Engine(
         scheduler,
-        ModelRunner(model, storage, cache_config.block_size),
+        ModelRunner(_backend(model, cache_config, compute)),
         OutputProcessor(loaded.tokenizer),
         clock,
         observers,
@@ -122,15 +113,12 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         max_model_len_reason=reason,
     )
     load_time_s = time.monotonic() - start
-    pool_bytes = cache_config.num_slots * model_config.kv_bytes_per_token(dtype.itemsize)
-    logger.info(
-        "%s: %s, %s on %s, ready in %.1f s", config.model, model_config.architecture,
-        str(dtype).removeprefix("torch."), device.type, load_time_s,
-    )  # fmt: skip
+    logger.info("%s: %s, %s, ready in %.1f s", config.model, model_config.architecture, compute, load_time_s)
     logger.info(
         "KV pool: %d blocks of %d = %d tokens (%.0f MiB), room for %.1f requests of max_model_len %d; "
         "%d host blocks to swap to; at most %d sequences, %d tokens a step, scheduler %s, order %s",
-        cache_config.num_blocks, cache_config.block_size, cache_config.num_slots, pool_bytes / 2**20,
+        cache_config.num_blocks, cache_config.block_size, cache_config.num_slots,
+        cache_config.num_blocks * block_bytes / 2**20,
         cache_config.num_slots / max_model_len, max_model_len, cache_config.num_host_blocks,
         scheduler_config.max_num_seqs, scheduler_config.max_num_batched_tokens, scheduler_config.policy,
         scheduler_config.order,
@@ -147,23 +135,48 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     )
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "cuda was asked for, but torch sees no such device")
-    return torch.device(name)
+def _load_weights(
+    loaded: LoadedModel, compute: Compute, max_model_len: int, on_progress: Callable[[float], None]
+) -> LlamaModel | NativeModel:
+    if compute.library is not None:
+        return NativeModel(
+            loaded.config,
+            loaded.weights,
+            library=compute.library,
+            int8=compute.int8_weights,
+            max_model_len=max_model_len,
+            on_progress=on_progress,
+        )
+    return LlamaModel(
+        loaded.config,
+        loaded.weights,
+        dtype=compute.dtype,
+        device=compute.device,
+        max_model_len=max_model_len,
+        int8=compute.int8_weights,
+        on_progress=on_progress,
+    )
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    if device.type == "cuda":
-        return torch.bfloat16
-    # Without instructions for bfloat16, torch's products in it are slower than in float32.
-    has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+def _backend(model: LlamaModel | NativeModel, cache: CacheConfig, compute: Compute) -> Backend:
+    if isinstance(model, NativeModel):
+        pool = NativeKVStorage(
+            model,
+            num_blocks=cache.num_blocks,
+            num_host_blocks=cache.num_host_blocks,
+            block_size=cache.block_size,
+            int8=compute.int8_kv,
+        )
+        return NativeBackend(model, pool, threads=compute.num_threads)
+    storage = KVStorage(
+        model.config,
+        num_blocks=cache.num_blocks,
+        num_host_blocks=cache.num_host_blocks,
+        block_size=cache.block_size,
+        dtype=compute.dtype,
+        device=compute.device,
+    )
+    return TorchBackend(model, storage, int8_kv=compute.int8_kv)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
@@ -185,10 +198,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
     return length, reason
 
 
-def _cache_config(
-    config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> CacheConfig:
-    block_bytes = config.block_size * model.kv_bytes_per_token(dtype.itemsize)
+def _cache_config(config: EngineConfig, max_model_len: int, block_bytes: int, device: torch.device) -> CacheConfig:
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
         _check_fits("num_kv_blocks", num_blocks, num_blocks * block_bytes, device)

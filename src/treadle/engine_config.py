@@ -19,6 +19,10 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = (None, "int8")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
+CPU_KERNELS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "off")
+"""Builds of the native kernels, best first, and their absence."""
 
 _MEMORY_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -30,8 +34,16 @@ class EngineConfig:
 
     Attributes:
         model: a name, a folder, a .gguf file or a hub id.
-        dtype: "float32", "bfloat16" or "auto" (bfloat16 where the processor computes it, else float32).
+        dtype: "float32", "bfloat16" or "auto" (bfloat16 on the native kernels and on cuda, else what the
+            processor computes best). float32 is the reference, in plain torch.
+        quantization: "int8" for weights with a scale per output channel and activations with one per group of
+            64, made from any model when it is loaded; None for none. On a CPU.
+        kv_cache_dtype: "bfloat16", "int8" (a scale per token and head) or "auto" (int8 with quantization
+            "int8", else the model's).
         device: "cpu", "cuda" or "auto" (cuda when there is one).
+        cpu_kernels: the build of the native CPU kernels, "auto" for the best that runs here, "off" for plain
+            torch.
+        num_threads: threads that compute on a CPU; torch's own number (all cores) by default.
         max_model_len: most tokens of prompt and output together; the model's own limit by default.
         max_num_seqs: most sequences that run at once (256, or fewer if a step computes fewer tokens).
         max_num_batched_tokens: most tokens that one step computes.
@@ -57,7 +69,11 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
+    cpu_kernels: str = "auto"
+    num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -83,9 +99,18 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model", f"must be a name or a path, got {self.model!r}")
-        for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("quantization", QUANTIZATIONS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("device", DEVICES),
+            ("cpu_kernels", CPU_KERNELS),
+        ):
             if getattr(self, name) not in choices:
-                raise ConfigError(name, f"must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+                allowed = ", ".join(str(choice) for choice in choices)
+                raise ConfigError(name, f"must be one of {allowed}; got {getattr(self, name)!r}")
+        if self.num_threads is not None:
+            check_count("num_threads", self.num_threads)
         if self.max_model_len is not None:
             check_count("max_model_len", self.max_model_len, low=2)
         if self.max_num_seqs is not None:

@@ -8,9 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from native import native_library
 from treadle.request import Request
+from treadle.runner.backend import StepLogits
+from treadle.runner.native_sampling import NativeSampling
 from treadle.runner.noise import uniform
-from treadle.runner.sampler import Sampler, filter_logits
+from treadle.runner.sampler import Sampler
+from treadle.runner.torch_sampling import TorchSampling, filter_logits
 from treadle.sampling_params import SamplingParams
 from treadle.scheduler import RunningBatch
 
@@ -35,10 +39,25 @@ def logits_like(seed, n=1):
     return torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (n, V)).astype(np.float32))
 
 
-def sample(logits, params, **kwargs):
-    batch, rows = rows_for([params], **kwargs)
-    tokens, logprobs = Sampler().sample(logits.clone(), batch, rows)
-    return int(tokens[0]), logprobs.get(0)
+def sample_rows(sampler, logits, batch, rows):
+    every = np.arange(len(rows), dtype=np.int32)
+    best = logits.argmax(dim=-1).numpy().astype(np.int32)
+    return sampler.sample(StepLogits(logits.clone(), every, best), batch, rows, batch.sampling.sequence_index[rows])
+
+
+@pytest.fixture(params=["torch", "native"])
+def sampler(request):
+    return Sampler(TorchSampling() if request.param == "torch" else NativeSampling(native_library(), threads=2))
+
+
+@pytest.fixture
+def sample(sampler):
+    def sample(logits, params, **kwargs):
+        batch, rows = rows_for([params], **kwargs)
+        tokens, logprobs = sample_rows(sampler, logits, batch, rows)
+        return int(tokens[0]), logprobs.get(0)
+
+    return sample
 
 
 def kept_by_brute_force(logits, params):
@@ -91,13 +110,13 @@ def test_filters_beyond_the_candidates():
     assert int((half > -torch.inf).sum()) == expected
 
 
-def test_sampled_frequencies_follow_the_distribution():
+def test_sampled_frequencies_follow_the_distribution(sampler):
     logits = logits_like(3)[:, :8]
     logits = torch.cat([logits, torch.full((1, V - 8), -torch.inf)], dim=1)
     n = 4000
     params = SamplingParams(temperature=1.3)
     batch, rows = rows_for([params] * n, seeds=list(range(n)))
-    tokens, _ = Sampler().sample(logits.repeat(n, 1), batch, rows)
+    tokens, _ = sample_rows(sampler, logits.repeat(n, 1), batch, rows)
     counts = np.bincount(tokens, minlength=V)
     expected = (logits[0] / 1.3).softmax(-1).numpy() * n
     assert counts[8:].sum() == 0
@@ -118,22 +137,22 @@ def test_noise_is_uniform_and_differs_by_seed_sequence_and_position():
         assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.03
 
 
-def test_a_row_does_not_see_its_neighbours():
+def test_a_row_does_not_see_its_neighbours(sampler, sample):
     params = SamplingParams(temperature=0.9, top_p=0.8, seed=11)
     alone, _ = sample(logits_like(1), params, seeds=[11])
     others = [SamplingParams(temperature=0.0), SamplingParams(temperature=2.0, top_k=5), params]
     batch, rows = rows_for(others, seeds=[1, 2, 11])
-    tokens, _ = Sampler().sample(torch.cat([logits_like(8, 2), logits_like(1)]), batch, rows)
+    tokens, _ = sample_rows(sampler, torch.cat([logits_like(8, 2), logits_like(1)]), batch, rows)
     assert tokens[2] == alone
     assert tokens[0] == int(logits_like(8, 2)[0].argmax())
 
 
-def test_greedy_is_the_most_likely():
+def test_greedy_is_the_most_likely(sample):
     for seed in range(5):
         assert sample(logits_like(seed), SamplingParams(temperature=0.0))[0] == int(logits_like(seed).argmax())
 
 
-def test_penalties():
+def test_penalties(sample):
     logits = torch.zeros(1, V)
     logits[0, 5], logits[0, 6], logits[0, 7] = 3.0, 2.9, 2.0
     greedy = {"temperature": 0.0}
@@ -153,7 +172,7 @@ def test_penalties():
     assert sample(negative, SamplingParams(repetition_penalty=2.0, **greedy), **seen)[0] == 11
 
 
-def test_bias_and_allowed_ids():
+def test_bias_and_allowed_ids(sample):
     logits = logits_like(4)
     best = int(logits.argmax())
     assert sample(logits, SamplingParams(temperature=0.0, logit_bias={3: 50.0}))[0] == 3
@@ -166,7 +185,7 @@ def test_bias_and_allowed_ids():
         assert token in allowed
 
 
-def test_no_end_before_min_tokens():
+def test_no_end_before_min_tokens(sample):
     logits = torch.zeros(1, V)
     logits[0, 7], logits[0, 8] = 5.0, 4.0
     params = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=9)
@@ -175,7 +194,7 @@ def test_no_end_before_min_tokens():
     assert sample(logits, params, outputs={0: [1, 1]}, **ends)[0] == 7
 
 
-def test_logprobs_are_of_the_untouched_logits():
+def test_logprobs_are_of_the_untouched_logits(sample):
     logits = logits_like(9)
     expected = logits[0].log_softmax(-1)
     order = expected.argsort(descending=True).tolist()
@@ -188,7 +207,66 @@ def test_logprobs_are_of_the_untouched_logits():
     assert logprobs.top_logprobs == pytest.approx(expected[order[:3]].tolist(), abs=1e-6)
 
 
-def test_zero_logprobs_still_tell_the_token():
+def test_zero_logprobs_still_tell_the_token(sample):
     _, logprobs = sample(logits_like(9), SamplingParams(temperature=0.0, logprobs=0))
     assert logprobs.rank == 1
     assert logprobs.top_token_ids == ()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    vocab=st.sampled_from([1, 5, 16, 17, 255, 256, 257, 3000]),
+    spread=st.sampled_from([0.01, 1.0, 6.0]),
+    top_k=st.sampled_from([0, 1, 3, 40, 1000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    temperature=st.sampled_from([0.3, 1.0]),
+)
+def test_native_draws_are_those_of_torch(seed, vocab, spread, top_k, top_p, min_p, temperature):
+    """The same token for the same noise, but where the noise lies on the edge between two."""
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, spread, (1, vocab)).astype(np.float32))
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+    batch, rows = rows_for([params])
+    place = np.zeros(1, dtype=np.int32)
+    kept = filter_logits(logits / temperature, *(getattr(batch.sampling, name)[rows] for name in FILTERS))
+    cumulative = kept[0].double().softmax(-1).cumsum(-1)
+    for noise in np.random.default_rng(seed + 1).random(8):
+        (token,) = NativeSampling(native_library(), threads=1).draw(logits, place, batch, rows, np.array([noise]))
+        low, high = float(cumulative[token - 1]) if token else 0.0, float(cumulative[token])
+        # A float's rounding of a threshold may keep or drop one token more.
+        slack = 1e-5 + (float(kept[0].double().softmax(-1)[kept[0] > -torch.inf].min()) if len(kept[0]) > 1 else 0)
+        assert low - slack <= noise <= high + slack
+
+
+FILTERS = ("top_k", "top_p", "min_p")
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), vocab=st.sampled_from([1, 16, 31, 300]), num_top=st.integers(0, 20))
+def test_native_reports_are_those_of_torch(seed, vocab, num_top):
+    rng = np.random.default_rng(seed)
+    # Few distinct values: ties are broken towards the lower id.
+    values = torch.from_numpy(rng.integers(-20, 20, (3, vocab)).astype(np.float32) / 4)
+    token_ids = rng.integers(0, vocab, 4).astype(np.int32)
+    place = np.array([2, 0, 1, 0], dtype=np.int32)
+    tops = np.minimum(np.array([num_top, 0, 3, num_top], dtype=np.int32), vocab).astype(np.int32)
+    ours = NativeSampling(native_library(), threads=2).report(values, place, token_ids, tops)
+    theirs = TorchSampling().report(values, place, token_ids, tops)
+    for a, b, row in zip(ours, theirs, place, strict=True):
+        assert (a.token_id, a.rank) == (b.token_id, b.rank)
+        assert a.logprob == pytest.approx(b.logprob, abs=2e-6)
+        assert a.top_logprobs == pytest.approx(b.top_logprobs, abs=2e-6)
+        order = sorted(range(vocab), key=lambda i, row=row: (-float(values[row, i]), i))
+        assert list(a.top_token_ids) == order[: len(a.top_token_ids)]
+
+
+def test_a_forbidden_token_is_never_drawn_natively():
+    logits = torch.full((1, 500), -torch.inf)
+    logits[0, 400] = -3.0
+    batch, rows = rows_for([SamplingParams(temperature=5.0)])
+    for noise in (0.0, 0.5, 1 - 2**-53):
+        (token,) = NativeSampling(native_library(), threads=1).draw(
+            logits, np.zeros(1, dtype=np.int32), batch, rows, np.array([noise])
+        )
+        assert token == 400

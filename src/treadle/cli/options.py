@@ -18,6 +18,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="the embedded model (%(default)s), a folder in Hugging Face layout, a .gguf file, or a hub id",
     )
     group.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
+    group.add_argument(
+        "--quantization", choices=["int8"], help="int8: about twice as fast on a CPU, slightly less exact"
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        help="auto (int8 with --quantization int8, else the model's), bfloat16 or int8 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cpu-kernels",
+        default="auto",
+        help="native CPU kernels: auto (the best that run here), avx512_bf16, avx512_vnni, avx512, avx2, or off for "
+        "plain torch (default: %(default)s)",
+    )
+    group.add_argument("--num-threads", type=int, help="threads that compute on a CPU (default: all cores)")
     group.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     group.add_argument(
         "--max-model-len", type=int, help="most tokens of prompt and output (default: the model's limit)"
@@ -85,9 +100,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of LLM."""
     names = (
-        "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-        "num_kv_blocks", "kv_cache_memory", "enable_prefix_caching", "scheduler", "order", "preemption_mode",
-        "swap_space", "admission_headroom", "check_invariants", "record",
+        "model", "dtype", "quantization", "kv_cache_dtype", "cpu_kernels", "num_threads", "device", "max_model_len",
+        "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory",
+        "enable_prefix_caching", "scheduler", "order", "preemption_mode", "swap_space", "admission_headroom",
+        "check_invariants", "record",
     )  # fmt: skip
     return {name: getattr(args, name) for name in names}
 

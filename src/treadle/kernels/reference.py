@@ -110,3 +110,20 @@ def decode_attention(
         attn_mask=mask,
     )  # [N, K, G, D]
     return out.reshape(num_seqs, num_heads, head_dim)
+
+
+def round_to_int8(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x as symmetric int8 with one scale per `group` neighbours would hold it: scale × round(x / scale).
+
+    Args:
+        x: [..., n]; the last group may be shorter.
+        group: numbers that share a scale, their largest magnitude over 127.
+    """
+    size = x.shape[-1]
+    groups = F.pad(x.float(), (0, -size % group))
+    groups = groups.view(*groups.shape[:-1], -1, group)
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    # (A number divided by a tensor would be its reciprocal times the number, with another rounding.)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
+    rounded = (groups * inverse).round() * (largest / 127.0)
+    return rounded.flatten(-2)[..., :size].to(x.dtype)

@@ -16,6 +16,9 @@ from treadle.models.config import ModelConfig
 from treadle.models.loaders.base import WeightSource
 from treadle.models.rope import rotary_tables
 
+INT8_GROUP = 64
+"""Neighbouring activations that share a scale under int8 quantization."""
+
 
 class Attention(Protocol):
     """Stores the keys and values of a step's tokens and lets their queries look at their contexts."""
@@ -27,12 +30,15 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """x → x Wᵀ + b, with W [out, in]."""
+    """x → x Wᵀ + b, with W [out, in]; with `int8`, x is rounded as int8 activations are."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    int8: bool
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.int8:
+            x = kernels.round_to_int8(x, INT8_GROUP)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -57,6 +63,8 @@ class LlamaModel:
         dtype: of weights and activations.
         device: where to compute.
         max_model_len: positions that the rotary tables cover.
+        int8: whether weights (per output channel) and activations (per group of 64) are rounded to what int8
+            holds. The products stay in `dtype`: this shows what int8 computes, and is not fast.
         on_progress: called with a number from 0 to 1 while weights are read.
     """
 
@@ -68,12 +76,14 @@ class LlamaModel:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        int8: bool = False,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self._weights = weights
+        self._int8 = int8
         self._embedding = self._get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._layers = []
         for i in range(config.num_hidden_layers):
@@ -81,9 +91,11 @@ class LlamaModel:
             on_progress((i + 1) / config.num_hidden_layers)
         self._norm = self._get("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
-            self._lm_head = self._embedding
+            self._embedding = self._round(self._embedding)
+            lm_head = self._embedding
         else:
-            self._lm_head = self._get("lm_head.weight", config.vocab_size, config.hidden_size)
+            lm_head = self._round(self._get("lm_head.weight", config.vocab_size, config.hidden_size))
+        self._lm_head = _Linear(lm_head, None, int8)
         cos, sin = rotary_tables(config.rope, config.head_dim, max_model_len, dtype)
         self._cos, self._sin = cos.to(device), sin.to(device)
         del self._weights
@@ -120,7 +132,7 @@ class LlamaModel:
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits over the vocabulary: [n, E] → float32 [n, V]."""
-        return F.linear(hidden_states, self._lm_head).float()
+        return self._lm_head(hidden_states).float()
 
     def _load_layer(self, i: int) -> _Layer:
         c = self.config
@@ -151,11 +163,15 @@ class LlamaModel:
 
     def _linear(self, parts: dict[str, int], in_size: int, has_bias: bool) -> _Linear:
         """One projection out of several that read the same input: name → output size."""
-        weight = torch.cat([self._get(f"{name}.weight", out, in_size) for name, out in parts.items()])
+        weight = self._round(torch.cat([self._get(f"{name}.weight", out, in_size) for name, out in parts.items()]))
         bias = None
         if has_bias:
             bias = torch.cat([self._get(f"{name}.bias", out) for name, out in parts.items()])
-        return _Linear(weight, bias)
+        return _Linear(weight, bias, self._int8)
+
+    def _round(self, weight: torch.Tensor) -> torch.Tensor:
+        """[out, in], with one scale per output channel under int8."""
+        return kernels.round_to_int8(weight, weight.shape[-1]) if self._int8 else weight
 
     def _get(self, name: str, *shape: int) -> torch.Tensor:
         return self._weights.get(name, shape, self.dtype).to(self.device)

@@ -1,4 +1,4 @@
-"""Runs a StepPlan on a model with torch: inputs, KV memory, forward pass, sampling."""
+"""Runs a StepPlan on a model: forward pass by torch or the native kernels, KV memory, sampling."""
 
 from treadle.runner.kv_storage import KVStorage
 from treadle.runner.model_runner import ModelRunner

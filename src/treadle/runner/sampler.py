@@ -5,61 +5,129 @@ Per row: edit (allowed ids, end ids before min_tokens, bias, penalties) → gree
 What only some rows ask for is done for those rows only.
 """
 
+from typing import TYPE_CHECKING, Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from treadle.request import IntArray
 from treadle.runner.noise import uniform
-from treadle.sampling_params import SamplingParams
 from treadle.scheduler import RunningBatch, TokenLogprobs
 
+if TYPE_CHECKING:
+    from treadle.runner.backend import StepLogits
+
 LOGIT_BIAS_LIMIT = 100.0
-CANDIDATES = 1024
-"""Filters first look at this many most likely tokens; only where these do not decide they sort all."""
+
+
+class SamplingKernels(Protocol):
+    """What the sampler does to whole rows of logits. `place` says which row of `values` each entry has."""
+
+    def draw(
+        self,
+        values: torch.Tensor,
+        place: IntArray,
+        batch: RunningBatch,
+        rows: IntArray,
+        noise: npt.NDArray[np.float64],
+    ) -> IntArray:
+        """A token for each entry: int32 [n].
+
+        A greedy row takes the most likely one. For the others the draw inverts the cumulative distribution
+        over token ids, so that equal logits and equal noise give an equal token.
+
+        Args:
+            values: float32 [.., V].
+            place: int32 [n].
+            batch, rows: whose parameters hold, int32 [n].
+            noise: float64 [n], in [0, 1).
+        """
+        ...
+
+    def report(
+        self, values: torch.Tensor, place: IntArray, token_ids: IntArray, num_top: IntArray
+    ) -> list[TokenLogprobs]:
+        """Log-probability and rank of a token, and the most likely ones, for each entry.
+
+        Args:
+            values: float32 [.., V].
+            place, token_ids: int32 [n].
+            num_top: int32 [n], how many of the most likely tokens.
+        """
+        ...
+
+    def penalize(self, values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+        """Apply the rows' repetition, presence and frequency penalties to their logits, in place."""
+        ...
 
 
 class Sampler:
-    """Chooses one token per row of logits."""
+    """Chooses one token per row of logits.
+
+    Args:
+        kernels: work on whole rows.
+    """
+
+    def __init__(self, kernels: SamplingKernels) -> None:
+        self._kernels = kernels
+
+    @staticmethod
+    def needs_logits(batch: RunningBatch, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether each row needs more than its most likely token: bool [n]."""
+        sampling = batch.sampling
+        return (
+            ~sampling.is_greedy[rows]
+            | sampling.is_biased[rows]
+            | sampling.is_penalized[rows]
+            | (sampling.num_logprobs[rows] >= 0)
+        )
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        batch: RunningBatch,
-        rows: IntArray,
-        sequence_index: IntArray | None = None,
+        self, logits: "StepLogits", batch: RunningBatch, rows: IntArray, sequence_index: IntArray
     ) -> tuple[IntArray, dict[int, TokenLogprobs]]:
-        """Choose a token for each row of logits.
+        """Choose a token for each place of the logits.
 
         Args:
-            logits: float32 [n, V]; changed.
+            logits: of n places; their values may be changed.
             batch: the rows' arrays.
-            rows: int32 [n], whose logits these are; a row may stand there several times.
-            sequence_index: int32 [n], for which sequence of its request each token is; the row's own if None.
+            rows: int32 [n], whose the places are; a row may stand there several times.
+            sequence_index: int32 [n], for which sequence of its request each token is.
 
         Returns:
             int32 [n], and place → log-probabilities for rows that asked.
         """
-        if sequence_index is None:
-            sequence_index = batch.sampling.sequence_index[rows]
+        token_ids = logits.best.copy()
+        if not len(logits.values):
+            return token_ids, {}
         sampling = batch.sampling
-        raw = None
-        wanting = np.flatnonzero(sampling.wants_logprobs[rows])
-        if len(wanting):
-            raw = logits[torch.from_numpy(wanting).to(logits.device)].log_softmax(dim=-1)
-        for i in np.flatnonzero(sampling.edits_logits[rows]).tolist():
-            _edit_logits(logits[i], batch, int(rows[i]))
-        token_ids = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
-        drawn = np.flatnonzero(~sampling.is_greedy[rows])
+        values, place = logits.values, logits.place
+        is_edited = sampling.is_biased[rows] | sampling.is_penalized[rows]
+        reported = np.flatnonzero(sampling.num_logprobs[rows] >= 0)
+        raw, raw_place = values, place[reported]
+        if is_edited[reported].any():
+            raw, raw_place = values[torch.from_numpy(raw_place).to(values.device)], _numbers(len(reported))
+        for i in np.flatnonzero(sampling.is_biased[rows]).tolist():
+            _bias(values[place[i]], batch, int(rows[i]))
+        penalized = np.flatnonzero(sampling.is_penalized[rows])
+        if len(penalized):
+            self._kernels.penalize(values, place[penalized], batch, rows[penalized])
+        drawn = np.flatnonzero(is_edited | ~sampling.is_greedy[rows])
         if len(drawn):
-            index = torch.from_numpy(drawn).to(logits.device)
-            token_ids[drawn] = _draw(logits[index], batch, rows[drawn], sequence_index[drawn])
-        logprobs: dict[int, TokenLogprobs] = {}
-        if raw is not None:
-            for k, i in enumerate(wanting.tolist()):
-                num_top = batch.sequences[rows[i]].request.sampling_params.logprobs
-                logprobs[i] = token_logprobs(raw[k], int(token_ids[i]), num_top)
-        return token_ids, logprobs
+            own = rows[drawn]
+            output_position = (batch.num_tokens[own] - batch.num_prompt_tokens[own]).astype(np.int64)
+            noise = uniform(sampling.seed[own], sequence_index[drawn], output_position)
+            token_ids[drawn] = self._kernels.draw(values, place[drawn], batch, own, noise)
+        if not len(reported):
+            return token_ids, {}
+        entries = self.report(raw, raw_place, token_ids[reported], sampling.num_logprobs[rows[reported]])
+        return token_ids, dict(zip(reported.tolist(), entries, strict=True))
+
+    def report(
+        self, values: torch.Tensor, place: IntArray, token_ids: IntArray, num_top: IntArray
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of tokens, as SamplingKernels.report."""
+        return self._kernels.report(values, place, token_ids, num_top)
 
     def candidates(
         self, logits: torch.Tensor, batch: RunningBatch, row: int, count: int
@@ -72,33 +140,22 @@ class Sampler:
             row: the beam's.
             count: how many, at most V.
         """
-        if batch.sampling.edits_logits[row]:
-            _edit_logits(logits, batch, row)
-        values, ids = logits.log_softmax(dim=-1).topk(min(count, logits.shape[0]))
-        return tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        if batch.sampling.is_biased[row]:
+            _bias(logits, batch, row)
+        values, own = logits[None], np.array([row], dtype=np.int32)
+        if batch.sampling.is_penalized[row]:
+            self._kernels.penalize(values, _numbers(1), batch, own)
+        num_top = np.array([min(count, len(logits))], dtype=np.int32)
+        (entry,) = self._kernels.report(values, _numbers(1), _numbers(1), num_top)
+        return tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
 
 
-def token_logprobs(logprobs: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probability and rank of a token, and the `num_top` most likely ones.
-
-    Args:
-        logprobs: float32 [V], of one position.
-        token_id: the token that stands there.
-        num_top: how many others.
-    """
-    own = logprobs[token_id]
-    values, ids = logprobs.topk(num_top)
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=float(own),
-        rank=int((logprobs > own).sum()) + 1,
-        top_token_ids=tuple(ids.tolist()),
-        top_logprobs=tuple(values.tolist()),
-    )
+def _numbers(count: int) -> IntArray:
+    return np.arange(count, dtype=np.int32)
 
 
-def _edit_logits(logits: torch.Tensor, batch: RunningBatch, row: int) -> None:
-    """Apply what a request asks for to its logits, float32 [V], in place."""
+def _bias(logits: torch.Tensor, batch: RunningBatch, row: int) -> None:
+    """Apply allowed ids, min_tokens and biases of a request to its logits, float32 [V], in place."""
     seq = batch.sequences[row]
     params = seq.request.sampling_params
     device = logits.device
@@ -113,105 +170,3 @@ def _edit_logits(logits: torch.Tensor, batch: RunningBatch, row: int) -> None:
         ids = torch.tensor(list(params.logit_bias.keys()), device=device)
         bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
         logits[ids] += bias.clamp(-LOGIT_BIAS_LIMIT, LOGIT_BIAS_LIMIT)
-    _penalize(logits, params, seq.token_ids, seq.num_prompt_tokens)
-
-
-def _penalize(logits: torch.Tensor, params: SamplingParams, token_ids: IntArray, num_prompt_tokens: int) -> None:
-    if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(token_ids).astype(np.int64)).to(logits.device)
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        ids, counts = np.unique(token_ids[num_prompt_tokens:], return_counts=True)
-        penalty = params.presence_penalty + params.frequency_penalty * counts.astype(np.float32)
-        logits[torch.from_numpy(ids.astype(np.int64)).to(logits.device)] -= torch.from_numpy(
-            penalty.astype(np.float32)
-        ).to(logits.device)
-
-
-def _draw(logits: torch.Tensor, batch: RunningBatch, rows: IntArray, sequence_index: IntArray) -> IntArray:
-    """Draw one token per row: float32 [n, V] → int32 [n].
-
-    The draw inverts the cumulative distribution over token ids, so that equal logits and equal noise give
-    an equal token, and the order in which filters sorted the tokens does not matter.
-    """
-    sampling = batch.sampling
-    temperature = torch.from_numpy(sampling.temperature[rows]).to(logits.device)
-    logits = logits / temperature[:, None]
-    filtered = np.flatnonzero(sampling.filters[rows])
-    if len(filtered):
-        index = torch.from_numpy(filtered).to(logits.device)
-        logits[index] = filter_logits(
-            logits[index],
-            sampling.top_k[rows[filtered]],
-            sampling.top_p[rows[filtered]],
-            sampling.min_p[rows[filtered]],
-        )
-    # float64: the sum over a whole vocabulary must not run out of digits.
-    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
-    noise = uniform(
-        sampling.seed[rows],
-        sequence_index,
-        np.array([batch.sequences[row].num_output_tokens for row in rows], dtype=np.int64),
-    )
-    targets = torch.from_numpy(noise).to(logits.device)[:, None] * cumulative[:, -1:]
-    # The first id whose cumulative probability exceeds the target; one with probability 0 never does.
-    drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-    return drawn.clamp_(max=logits.shape[1] - 1).cpu().numpy().astype(np.int32)
-
-
-def filter_logits(
-    logits: torch.Tensor,
-    top_k: IntArray,
-    top_p: npt.NDArray[np.float32],
-    min_p: npt.NDArray[np.float32],
-) -> torch.Tensor:
-    """Logits with -inf for tokens that top_k, then top_p, or min_p drop: float32 [n, V].
-
-    Each filter becomes a threshold on the logit, so tokens with equal logits are kept or dropped together
-    and the result does not depend on the order in which ties are sorted.
-
-    Args:
-        logits: float32 [n, V], after temperature.
-        top_k: int32 [n], 0 for all.
-        top_p, min_p: float32 [n].
-    """
-    vocab_size = logits.shape[1]
-    result = logits.clone()
-    num_candidates = min(CANDIDATES, vocab_size)
-    best = logits.topk(num_candidates, dim=-1).values  # [n, candidates], descending
-    for i in range(logits.shape[0]):
-        candidates = best[i]
-        k = int(top_k[i]) or vocab_size
-        if k > num_candidates:
-            candidates = logits[i].sort(descending=True).values
-        k = min(k, vocab_size)
-        threshold = candidates[k - 1]
-        if min_p[i] > 0.0:
-            # p ≥ min_p × p_max, in logarithms.
-            threshold = torch.maximum(threshold, candidates[0] + float(np.log(min_p[i])))
-        if top_p[i] < 1.0:
-            threshold = torch.maximum(threshold, _top_p_threshold(logits[i], candidates, k, float(top_p[i])))
-        result[i].masked_fill_(logits[i] < threshold, -torch.inf)
-    return result
-
-
-def _top_p_threshold(logits: torch.Tensor, candidates: torch.Tensor, k: int, top_p: float) -> torch.Tensor:
-    """Logit of the last token of the smallest set of most likely ones whose probability reaches `top_p`.
-
-    Args:
-        logits: [V].
-        candidates: the highest logits, descending.
-        k: tokens that top_k has left.
-        top_p: share of the probability of those.
-    """
-    if k < logits.shape[0]:
-        kept = candidates[:k]
-        probabilities = kept.double().softmax(dim=-1)
-    else:
-        probabilities = (candidates.double() - logits.double().logsumexp(dim=-1)).exp()
-        if float(probabilities.sum()) < top_p:
-            candidates = logits.sort(descending=True).values
-            probabilities = candidates.double().softmax(dim=-1)
-    reached = torch.searchsorted(probabilities.cumsum(dim=-1), torch.tensor(top_p, dtype=torch.float64))
-    return candidates[min(int(reached), len(probabilities) - 1)]

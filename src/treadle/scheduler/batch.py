@@ -31,9 +31,10 @@ class SamplingRows:
         seed: uint64 [rows], of the request.
         sequence_index: int32 [rows], number of the sequence in its request.
         is_greedy: whether the row takes the most likely token.
-        edits_logits: whether penalties, biases, allowed ids or min_tokens change the row's logits.
+        is_biased: whether biases, allowed ids or min_tokens change the row's logits.
+        is_penalized: whether penalties change the row's logits.
         filters: whether top_k, top_p or min_p drop tokens.
-        wants_logprobs: whether log-probabilities are reported.
+        num_logprobs: int32 [rows], most likely tokens that are reported beside the sampled one; -1 for no report.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -47,9 +48,10 @@ class SamplingRows:
         self.seed: npt.NDArray[np.uint64] = np.zeros(num_rows, dtype=np.uint64)
         self.sequence_index: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.is_greedy: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        self.edits_logits: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.is_biased: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.is_penalized: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.filters: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        self.wants_logprobs: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.num_logprobs: IntArray = np.full(num_rows, -1, dtype=np.int32)
 
     def set(self, row: int, params: SamplingParams, seed: int, sequence_index: int) -> None:
         """Fill `row` from a request's parameters."""
@@ -63,16 +65,12 @@ class SamplingRows:
         self.seed[row] = seed
         self.sequence_index[row] = sequence_index
         self.is_greedy[row] = params.is_greedy
-        self.edits_logits[row] = bool(
-            params.repetition_penalty != 1.0
-            or params.presence_penalty
-            or params.frequency_penalty
-            or params.min_tokens
-            or params.logit_bias
-            or params.allowed_token_ids
+        self.is_biased[row] = bool(params.min_tokens or params.logit_bias or params.allowed_token_ids)
+        self.is_penalized[row] = bool(
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
         self.filters[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        self.wants_logprobs[row] = params.logprobs is not None
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
 
 class RunningBatch:
@@ -85,6 +83,7 @@ class RunningBatch:
     Attributes:
         token_ids: int32 [rows, max_model_len], valid up to num_tokens.
         num_tokens: int32 [rows], tokens known.
+        num_prompt_tokens: int32 [rows], of them in the prompt.
         num_computed_tokens: int32 [rows], tokens whose KV is written.
         token_limits: int32 [rows], num_tokens at which the sequence ends.
         is_prefilling: bool [rows], whether tokens known at admission are still to be computed.
@@ -102,6 +101,7 @@ class RunningBatch:
         self._counters: IntArray = np.zeros((max_num_seqs, NUM_COUNTERS), dtype=np.int32, order="F")
         self.num_tokens: IntArray = self._counters[:, NUM_TOKENS]
         self.num_computed_tokens: IntArray = self._counters[:, NUM_COMPUTED]
+        self.num_prompt_tokens: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self.token_limits: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self.is_prefilling: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_beam: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -203,6 +203,7 @@ class RunningBatch:
         request = seq.request
         params = request.sampling_params
         seq.bind(row, self.token_ids[row], self._counters[row])
+        self.num_prompt_tokens[row] = seq.num_prompt_tokens
         self.token_limits[row] = token_limit
         self.is_beam[row] = params.use_beam_search
         self._num_beams += params.use_beam_search

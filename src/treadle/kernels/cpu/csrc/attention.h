@@ -1,0 +1,246 @@
+// Attention over the paged cache, for prompts and decodes alike.
+//
+// A work item is up to MAX_TOKENS neighbouring tokens of one sequence and one KV head: its rows are these tokens'
+// query heads of that group, which share the keys. The context is walked in tiles of 64 tokens from position 0,
+// with the online softmax of FlashAttention (Dao et al. 2022) in base 2. For a row the result depends on nothing
+// but its own query and context: tiles are fixed, and where a row sees nothing of a tile, its probabilities are
+// exactly 0 and its maximum stays, so that the tile changes nothing.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "kv_cache.h"
+
+namespace treadle {
+
+constexpr int TILE = 64;        // tokens of context that are looked at together
+constexpr int CELLS = TILE / CELL;
+constexpr int MAX_ROWS = 64;    // rows of a work item
+constexpr int MAX_TOKENS = 16;  // tokens of a work item
+constexpr int CELL_V = CELL / W;  // vectors across a cell's tokens
+
+#if defined(__AVX512F__)
+constexpr int ATTENTION_ROWS = 6, ATTENTION_CELLS = 4, ATTENTION_V = 4;
+#else
+constexpr int ATTENTION_ROWS = 4, ATTENTION_CELLS = 1, ATTENTION_V = 2;
+#endif
+
+struct AttentionItem {
+  int32_t token;     // first, among the step's tokens
+  int32_t count;     // tokens
+  int32_t position;  // of the first token in its sequence
+  int32_t row;       // of the block tables
+  int32_t head;      // KV head
+};
+
+// What all items of a layer share.
+struct AttentionLayer {
+  KVCache kv;
+  int layer;
+  const int32_t* tables;  // [rows, table_stride]
+  int64_t table_stride;
+  Queries queries;
+  int heads, head_dim;
+  float* out;  // [tokens, out_stride], heads side by side
+  int64_t out_stride;
+};
+
+// One thread's room for one item.
+struct AttentionScratch {
+  alignas(64) act narrow[MAX_ROWS * MAX_DIM];
+  alignas(64) int8_t bytes[MAX_ROWS * MAX_DIM];
+  float scales[MAX_ROWS];
+  int32_t corrections[MAX_ROWS];
+  alignas(64) float scores[MAX_ROWS * TILE];
+  alignas(64) act probabilities[MAX_ROWS * TILE];
+  alignas(64) float sums[MAX_ROWS * MAX_DIM];
+  alignas(64) bf16 values[TILE * MAX_DIM];
+  alignas(64) char cells[CELLS][2 * CELL * MAX_DIM * 2 + 2 * CELL * 4];
+  float highest[MAX_ROWS], total[MAX_ROWS], decay[MAX_ROWS];
+};
+
+// scores[r, 16 × cell + t] = query r · key t, for R rows and as many cells at once as registers allow.
+template <int R>
+inline void scores_of(const KVCache& kv, char* const* cells, const AttentionScratch& s, int row, float* scores) {
+  constexpr int N = ATTENTION_CELLS * CELL_V;
+  for (int first = 0; first < CELLS; first += ATTENTION_CELLS) {
+    vf out[R][N];
+    if (kv.is_int8) {
+      vi sums[R][N];
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < N; ++v) sums[r][v] = set1_int(s.corrections[row + r]);
+      for (int d = 0; d < kv.dim; d += 4) {
+        w4 keys[N];
+        for (int v = 0; v < N; ++v)
+          keys[v] = load_w4(cells[first + v / CELL_V] + d * CELL + v % CELL_V * W * 4);
+        for (int r = 0; r < R; ++r)
+          for (int v = 0; v < N; ++v) sums[r][v] = dot4(sums[r][v], keys[v], s.bytes + (row + r) * kv.dim + d);
+      }
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < N; ++v) {
+          const vf scale = load(kv.key_scales(cells[first + v / CELL_V]) + v % CELL_V * W);
+          out[r][v] = mul(mul(to_float(sums[r][v]), set1(s.scales[row + r])), scale);
+        }
+    } else {
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < N; ++v) out[r][v] = zero();
+      for (int d = 0; d < kv.dim; d += 2) {
+        w2 keys[N];
+        for (int v = 0; v < N; ++v)
+          keys[v] = load_w2(reinterpret_cast<bf16*>(cells[first + v / CELL_V]) + d * CELL + v % CELL_V * W * 2);
+        for (int r = 0; r < R; ++r)
+          for (int v = 0; v < N; ++v) out[r][v] = dot2(out[r][v], keys[v], s.narrow + (row + r) * kv.dim + d);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < N; ++v) store(scores + (row + r) * TILE + first * CELL + v * W, out[r][v]);
+  }
+}
+
+// sums[r] = sums[r] × decay[r] + Σ probability × value over the first 2 × pairs tokens of a tile.
+// values: for each cell [8][dim][2].
+template <int R, int N>
+inline void weigh(const bf16* const* values, int dim, int pairs, int row, int d, AttentionScratch& s) {
+  vf sums[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < N; ++v)
+      sums[r][v] = mul(load(s.sums + (row + r) * dim + d + v * W), set1(s.decay[row + r]));
+  for (int pair = 0; pair < pairs; ++pair) {
+    const bf16* at = values[pair / (CELL / 2)] + (size_t(pair % (CELL / 2)) * dim + d) * 2;
+    w2 ws[N];
+    for (int v = 0; v < N; ++v) ws[v] = load_w2(at + v * W * 2);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < N; ++v) sums[r][v] = dot2(sums[r][v], ws[v], s.probabilities + (row + r) * TILE + pair * 2);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < N; ++v) store(s.sums + (row + r) * dim + d + v * W, sums[r][v]);
+}
+
+template <class Run>
+inline void for_row_tiles(int rows, const Run& run) {
+  const int tiles = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
+  for (int t = 0; t < tiles; ++t) {
+    const int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
+    switch (count) {
+      case 1: run(row, std::integral_constant<int, 1>()); break;
+      case 2: run(row, std::integral_constant<int, 2>()); break;
+      case 3: run(row, std::integral_constant<int, 3>()); break;
+      case 4: run(row, std::integral_constant<int, 4>()); break;
+#if defined(__AVX512F__)
+      case 5: run(row, std::integral_constant<int, 5>()); break;
+      case 6: run(row, std::integral_constant<int, 6>()); break;
+#endif
+    }
+  }
+}
+
+// Scores of a tile → probabilities relative to the highest score so far; the sums' decay is noted.
+// visible: how many of the tile's tokens the row may see. value_scales: [64], or null.
+inline void soften(AttentionScratch& s, int row, int visible, const float* value_scales) {
+  constexpr int N = TILE / W;
+  vf scores[N];
+  vf top = set1(-std::numeric_limits<float>::infinity());
+  for (int v = 0; v < N; ++v) {
+    scores[v] = keep_first(load(s.scores + row * TILE + v * W), visible - v * W, -std::numeric_limits<float>::infinity());
+    top = max(top, scores[v]);
+  }
+  const float highest = std::fmax(s.highest[row], reduce_max(top));
+  alignas(64) float decay[W];
+  store(decay, exp2(set1(s.highest[row] - highest)));
+  vf sum = zero();
+  for (int v = 0; v < N; ++v) {
+    vf p = keep_first(exp2(sub(scores[v], set1(highest))), visible - v * W, 0.0f);
+    sum = add(sum, p);
+    if (value_scales) p = keep_first(mul(p, load(value_scales + v * W)), visible - v * W, 0.0f);
+    store_act(s.probabilities + row * TILE + v * W, p);
+  }
+  s.decay[row] = decay[0];
+  s.total[row] = __builtin_fmaf(s.total[row], decay[0], reduce_add(sum));
+  s.highest[row] = highest;
+}
+
+inline void attend(const AttentionLayer& layer, const AttentionItem& item, AttentionScratch& s) {
+  const KVCache& kv = layer.kv;
+  const int group = layer.heads / kv.kv_heads, rows = item.count * group, dim = kv.dim;
+  const int end = item.position + item.count;  // tokens of context, all written
+  const int32_t* table = layer.tables + item.row * layer.table_stride;
+  for (int r = 0; r < rows; ++r) {
+    const int64_t at = int64_t(item.token + r / group) * layer.heads + item.head * group + r % group;
+    if (kv.is_int8) {
+      std::memcpy(s.bytes + r * dim, layer.queries.bytes + at * dim, dim);
+      s.scales[r] = layer.queries.scales[at];
+      s.corrections[r] = layer.queries.corrections[at];
+    } else {
+      std::memcpy(s.narrow + r * dim, layer.queries.narrow + at * dim, dim * sizeof(act));
+    }
+    s.highest[r] = -std::numeric_limits<float>::infinity();
+    s.total[r] = 0.0f;
+  }
+  std::memset(s.sums, 0, size_t(rows) * dim * sizeof(float));
+  for (int start = 0; start < end; start += TILE) {
+    const int written = std::min(TILE, end - start);
+    char* cells[CELLS];
+    for (int c = 0; c < CELLS; ++c) {
+      const int position = start + c * CELL;
+      if (position >= end) {
+        cells[c] = cells[0];  // nobody sees it
+      } else if (kv.block_size % CELL == 0) {
+        cells[c] = kv.cell(layer.layer, table[position / kv.block_size], item.head, position % kv.block_size);
+      } else {
+        cells[c] = s.cells[c];
+        for (int i = position; i < std::min(position + CELL, end); ++i) {
+          const int slot = i % kv.block_size;
+          char* from = kv.cell(layer.layer, table[i / kv.block_size], item.head, slot);
+          copy_token(kv, from, slot % CELL, cells[c], i - position);
+        }
+      }
+    }
+    for_row_tiles(rows, [&](int row, auto count) {
+      scores_of<decltype(count)::value>(kv, cells, s, row, s.scores);
+    });
+    alignas(64) float value_scales[TILE];
+    if (kv.is_int8)
+      for (int c = 0; c < CELLS; ++c) std::memcpy(value_scales + c * CELL, kv.value_scales(cells[c]), CELL * 4);
+    for (int r = 0; r < rows; ++r)
+      soften(s, r, item.position + r / group + 1 - start, kv.is_int8 ? value_scales : nullptr);
+    // Values in pairs of tokens. A lone last token gets zeros for its partner, whose slot may hold anything.
+    const bf16* values[CELLS];
+    const int pairs = (written + 1) / 2;
+    for (int c = 0; c < CELLS; ++c) values[c] = kv.is_int8 ? s.values + c * CELL * dim : kv.values(cells[c]);
+    if (kv.is_int8) {
+      for (int p = 0; p < pairs; ++p) {
+        const int8_t* even = kv.values8(cells[p * 2 / CELL]) + size_t(p * 2 % CELL) * dim;
+        bf16* to = s.values + size_t(p) * 2 * dim;
+        for (int d = 0; d < dim; d += W) {
+          const vf odd = p * 2 + 1 < written ? load_int8(even + dim + d) : zero();
+          store_int(to + d * 2, pair_up(load_int8(even + d), odd));
+        }
+      }
+    } else if (written % 2) {
+      const int c = written / CELL;
+      const int whole = written % CELL / 2;  // pairs before the last
+      std::memcpy(s.values, values[c], size_t(whole) * dim * 2 * sizeof(bf16));
+      const bf16* from = values[c] + size_t(whole) * dim * 2;
+      for (int d = 0; d < dim; d += W)
+        store_int(s.values + size_t(whole) * dim * 2 + d * 2, keep_even(load_int(from + d * 2)));
+      values[c] = s.values;
+    }
+    for_row_tiles(rows, [&](int row, auto count) {
+      constexpr int R = decltype(count)::value;
+      int d = 0;
+      for (; d + ATTENTION_V * W <= dim; d += ATTENTION_V * W) weigh<R, ATTENTION_V>(values, dim, pairs, row, d, s);
+      for (; d < dim; d += W) weigh<R, 1>(values, dim, pairs, row, d, s);
+    });
+  }
+  for (int r = 0; r < rows; ++r) {
+    const float inverse = 1.0f / s.total[r];
+    float* out = layer.out + (item.token + r / group) * layer.out_stride + (item.head * group + r % group) * layer.head_dim;
+    for (int d = 0; d < layer.head_dim; ++d) out[d] = s.sums[r * dim + d] * inverse;
+  }
+}
+
+
+inline int tokens_per_item(int group) { return std::max(1, std::min(MAX_TOKENS, MAX_ROWS / group)); }
+
+}  // namespace treadle

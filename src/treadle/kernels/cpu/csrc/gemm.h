@@ -1,0 +1,214 @@
+// Matrix products: activations [rows, k] × packed weights [n, k]ᵀ.
+//
+// A tile is up to ROWS rows by one panel, its sums kept in registers. Every output is one chain over k from
+// first to last, whatever the number of rows: tiles cut rows and columns only, never k. What follows (a bias,
+// an addition, an activation function) is done to a tile by an epilogue, while it is in the first cache.
+#pragma once
+#include <type_traits>
+
+#include "activations.h"
+
+namespace treadle {
+
+// Rows and vectors of a tile, so that all sums, a panel's vectors and one activation fit the registers.
+#if defined(__AVX512F__)
+constexpr int ROWS_BF16 = 6, ROWS_INT8 = 6;
+#else
+constexpr int ROWS_BF16 = 4, ROWS_INT8 = 2;
+#endif
+constexpr int V = 2;                    // vectors that a tile's inner loop holds
+constexpr int PASSES = PANEL / (V * W);  // of them to cover a panel
+
+// Where the next panel lies, and how many bytes of it to fetch per step, so that it is near when its turn comes.
+struct Ahead {
+  const char* at;
+  int step;
+  inline void operator()() {
+    prefetch(at);
+    if (step > 64) prefetch(at + 64);
+    at += step;
+  }
+};
+
+// out: [R, 32].
+template <int R>
+inline void tile_bf16(const bf16* panel, const act* x, int k, float* out, Ahead ahead) {
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const bf16* w = panel + pass * V * W * 2;
+    vf sums[R][V];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][v] = zero();
+    for (int i = 0; i < k; i += 2, w += PANEL * 2) {
+      if (pass == 0) ahead();
+      w2 ws[V];
+      for (int v = 0; v < V; ++v) ws[v] = load_w2(w + v * W * 2);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) sums[r][v] = dot2(sums[r][v], ws[v], x + size_t(r) * k + i);
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) store(out + r * PANEL + (pass * V + v) * W, sums[r][v]);
+  }
+}
+
+// Integer sums over a group of 64, exact; then one chain of floats over the groups.
+template <int R>
+inline void tile_int8(const int8_t* panel, const float* column_scales, const int8_t* x, const float* scales,
+                      const int32_t* corrections, int k, float* out, Ahead ahead) {
+  const int groups = k / GROUP;
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const int8_t* w = panel + pass * V * W * 4;
+    vf sums[R][V];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][v] = zero();
+    for (int g = 0; g < groups; ++g) {
+      vi part[R][V];
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) part[r][v] = set1_int(corrections[r * groups + g]);
+      const int8_t* xg = x + g * GROUP;
+#pragma GCC unroll 4
+      for (int i = 0; i < GROUP; i += 4, w += PANEL * 4) {
+        if (pass == 0) ahead();
+        w4 ws[V];
+        for (int v = 0; v < V; ++v) ws[v] = load_w4(w + v * W * 4);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+          for (int v = 0; v < V; ++v) part[r][v] = dot4(part[r][v], ws[v], xg + size_t(r) * k + i);
+      }
+      for (int r = 0; r < R; ++r) {
+        const vf scale = set1(scales[r * groups + g]);
+        for (int v = 0; v < V; ++v) sums[r][v] = fma(to_float(part[r][v]), scale, sums[r][v]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) {
+        const int c = (pass * V + v) * W;
+        store(out + r * PANEL + c, mul(sums[r][v], load(column_scales + c)));
+      }
+  }
+}
+
+// One tile of `rows` ≤ ROWS rows from `row` on: out [rows, 32].
+inline void tile(const Weights& w, const Activations& x, int panel, int row, int rows, float* out, Ahead ahead) {
+  const char* data = static_cast<const char*>(w.data) + panel * panel_bytes(w.k, x.is_int8);
+  if (x.is_int8) {
+    const int8_t* bytes = x.bytes + size_t(row) * x.k;
+    const float* scales = x.scales + size_t(row) * (x.k / GROUP);
+    const int32_t* corrections = x.corrections + size_t(row) * (x.k / GROUP);
+    auto run = [&](auto count) {
+      tile_int8<decltype(count)::value>(reinterpret_cast<const int8_t*>(data), w.scale + panel * PANEL, bytes, scales,
+                                        corrections, x.k, out, ahead);
+    };
+    switch (rows) {
+      case 1: return run(std::integral_constant<int, 1>());
+      case 2: return run(std::integral_constant<int, 2>());
+#if defined(__AVX512F__)
+      case 3: return run(std::integral_constant<int, 3>());
+      case 4: return run(std::integral_constant<int, 4>());
+      case 5: return run(std::integral_constant<int, 5>());
+      case 6: return run(std::integral_constant<int, 6>());
+#endif
+    }
+  } else {
+    const act* narrow = x.narrow + size_t(row) * x.k;
+    auto run = [&](auto count) {
+      tile_bf16<decltype(count)::value>(reinterpret_cast<const bf16*>(data), narrow, x.k, out, ahead);
+    };
+    switch (rows) {
+      case 1: return run(std::integral_constant<int, 1>());
+      case 2: return run(std::integral_constant<int, 2>());
+      case 3: return run(std::integral_constant<int, 3>());
+      case 4: return run(std::integral_constant<int, 4>());
+#if defined(__AVX512F__)
+      case 5: return run(std::integral_constant<int, 5>());
+      case 6: return run(std::integral_constant<int, 6>());
+#endif
+    }
+  }
+}
+
+// The product for all rows. Work-shared among the threads of a team: a thread takes neighbouring panels, each
+// for all rows, so that weights are read once; where panels are few for the threads, rows are shared out too.
+//
+// epilogue(row, rows, panel, tile): takes [rows, 32] sums, bias not yet added.
+template <class Epilogue>
+inline void gemm(const Weights& w, const Activations& x, int rows, int threads, const Epilogue& epilogue) {
+  if (rows == 0) return;
+  const int panels = w.n / PANEL;
+  const int most = x.is_int8 ? ROWS_INT8 : ROWS_BF16;
+  const int tiles = (rows + most - 1) / most;
+  int splits = 1;
+  while (splits < tiles && panels * splits < 4 * threads) ++splits;
+  const size_t size = panel_bytes(w.k, x.is_int8);
+  const int steps = x.k / (x.is_int8 ? 4 : 2);
+#pragma omp for schedule(static)
+  for (int item = 0; item < panels * splits; ++item) {
+    const int panel = item / splits, split = item % splits;
+    const int first = tiles * split / splits, last = tiles * (split + 1) / splits;
+    const int step = int((size / steps + (last - first) - 1) / (last - first));
+    const char* next = static_cast<const char*>(w.data) + (panel + 1 < panels ? panel + 1 : panel) * size;
+    alignas(64) float out[ROWS_BF16 * PANEL];
+    for (int t = first; t < last; ++t) {
+      // Tiles of equal size: none is left with so few rows that its sums wait for each other.
+      const int row = int(int64_t(rows) * t / tiles), end = int(int64_t(rows) * (t + 1) / tiles);
+      tile(w, x, panel, row, end - row, out, Ahead{next + size_t(t - first) * steps * step, step});
+      epilogue(row, end - row, panel, out);
+    }
+  }
+}
+
+// Epilogues.
+
+// out[row, column] = sum + bias; out: [rows, stride].
+struct Store {
+  float* out;
+  int stride;
+  const float* bias;
+  void operator()(int row, int rows, int panel, const float* tile) const {
+    for (int r = 0; r < rows; ++r) {
+      float* to = out + size_t(row + r) * stride + panel * PANEL;
+      for (int c = 0; c < PANEL; c += W) {
+        vf value = load(tile + r * PANEL + c);
+        store(to + c, bias ? add(value, load(bias + panel * PANEL + c)) : value);
+      }
+    }
+  }
+};
+
+// out[row, column] += sum + bias.
+struct Add {
+  float* out;
+  int stride;
+  const float* bias;
+  void operator()(int row, int rows, int panel, const float* tile) const {
+    for (int r = 0; r < rows; ++r) {
+      float* to = out + size_t(row + r) * stride + panel * PANEL;
+      for (int c = 0; c < PANEL; c += W) {
+        vf value = load(tile + r * PANEL + c);
+        if (bias) value = add(value, load(bias + panel * PANEL + c));
+        store(to + c, add(load(to + c), value));
+      }
+    }
+  }
+};
+
+// A panel holds 16 gates, then the 16 ups that belong to them: out[row, 16 × panel + j] = silu(gate) × up.
+struct SiluMul {
+  float* out;
+  int stride;
+  const float* bias;
+  void operator()(int row, int rows, int panel, const float* tile) const {
+    for (int r = 0; r < rows; ++r)
+      for (int c = 0; c < PANEL / 2; c += W) {
+        vf gate = load(tile + r * PANEL + c), up = load(tile + r * PANEL + PANEL / 2 + c);
+        if (bias) {
+          gate = add(gate, load(bias + panel * PANEL + c));
+          up = add(up, load(bias + panel * PANEL + PANEL / 2 + c));
+        }
+        const vf sigmoid = div(set1(1.0f), add(set1(1.0f), exp2(mul(gate, set1(-LOG2_E)))));
+        store(out + size_t(row + r) * stride + panel * (PANEL / 2) + c, mul(mul(gate, sigmoid), up));
+      }
+  }
+};
+
+}  // namespace treadle

@@ -1,0 +1,157 @@
+"""The compiled kernels, called through ctypes. The structures mirror those in csrc."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.kernels.cpu.arena import round_up
+from treadle.kernels.cpu.build import library_path
+
+PANEL = 32
+GROUP = 64
+CELL = 16
+MAX_HEAD_DIM = 256
+MAX_GROUP_SIZE = 64
+
+Array = npt.NDArray[Any]
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int32]
+
+
+def _structure(name: str, fields: Sequence[tuple[str, Any]]) -> type[Structure]:
+    return type(name, (Structure,), {"_fields_": list(fields)})
+
+
+def _pointers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, c_void_p) for name in names]
+
+
+def _ints(*names: str) -> list[tuple[str, Any]]:
+    return [(name, c_int32) for name in names]
+
+
+WeightsStruct = _structure("Weights", _pointers("data", "scale", "bias") + _ints("n", "k"))
+LayerStruct = _structure(
+    "Layer",
+    [
+        ("input_norm", c_void_p),
+        ("qkv", WeightsStruct),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("o", WeightsStruct),
+        ("post_norm", c_void_p),
+        ("gate_up", WeightsStruct),
+        ("down", WeightsStruct),
+    ],
+)
+ModelStruct = _structure(
+    "Model",
+    [
+        *_ints("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "weights_int8"),
+        ("eps", c_float),
+        ("embedding", c_void_p),
+        ("layer", POINTER(LayerStruct)),
+        ("norm", c_void_p),
+        ("head", WeightsStruct),
+        *_pointers("cosines", "sines"),
+    ],
+)
+KVCacheStruct = _structure(
+    "KVCache", [("base", c_void_p), ("num_blocks", c_int64), *_ints("block_size", "kv_heads", "dim", "is_int8")]
+)
+StepStruct = _structure(
+    "Step",
+    [
+        *_pointers("token_ids", "positions", "rows", "tables", "run_start", "run_count"),
+        ("table_stride", c_int64),
+        *_ints("tokens", "runs", "threads"),
+    ],
+)
+DrawsStruct = _structure(
+    "Draws",
+    _pointers("logits", "place", "temperature", "top_p", "min_p", "top_k", "noise", "greedy", "token_ids")
+    + _ints("rows", "vocab", "threads"),
+)
+ReportsStruct = _structure(
+    "Reports",
+    _pointers("logits", "place", "token_ids", "num_top", "logprobs", "ranks", "top_ids", "top_logprobs")
+    + _ints("rows", "max_top", "vocab", "threads"),
+)
+PenaltiesStruct = _structure(
+    "Penalties",
+    [
+        *_pointers(
+            "logits", "place", "token_rows", "tokens", "num_tokens", "num_prompt_tokens", "repetition", "presence",
+            "frequency",
+        ),
+        ("token_stride", c_int64),
+        *_ints("rows", "vocab", "threads"),
+    ],
+)  # fmt: skip
+
+
+def pointer(array: Array | None) -> int | None:
+    """Address of a C-contiguous array; the caller keeps it alive."""
+    if array is None:
+        return None
+    assert array.flags.c_contiguous
+    return array.ctypes.data
+
+
+class Library:
+    """The kernels of one build.
+
+    Args:
+        path: of the compiled library.
+        build: its name.
+
+    Attributes:
+        build: one of BUILDS.
+        dll: its functions, by the names in csrc/treadle.cpp.
+    """
+
+    def __init__(self, path: str, build: str) -> None:
+        self.build = build
+        self.dll = ctypes.CDLL(path)
+        self.dll.treadle_create.restype = c_void_p
+        self.dll.treadle_block_bytes.restype = c_int64
+
+    def weight_bytes(self, rows: int, columns: int, *, int8: bool) -> int:
+        """Bytes of a packed matrix [rows, columns], scales and alignment included."""
+        n, k = round_up(rows, PANEL), round_up(columns, GROUP)
+        return round_up(n * k * (1 if int8 else 2), GROUP) + (round_up(n * 4, GROUP) if int8 else 0)
+
+    def pack(self, weight: FloatArray, data: npt.NDArray[np.uint8], scales: FloatArray | None) -> None:
+        """Pack float32 [rows, columns] into `data`; as int8 if there are `scales` [padded rows] to fill."""
+        rows, columns = weight.shape
+        if scales is None:
+            self.dll.treadle_pack_bf16(c_void_p(pointer(weight)), rows, columns, c_void_p(pointer(data)))
+        else:
+            self.dll.treadle_pack_int8(
+                c_void_p(pointer(weight)), rows, columns, c_void_p(pointer(data)), c_void_p(pointer(scales))
+            )
+
+    def kv_block_bytes(self, kv: Structure) -> int:
+        """Bytes of one KV block of one layer."""
+        return int(self.dll.treadle_block_bytes(byref(kv)))
+
+
+@cache
+def load_library(build: str, extra_flags: tuple[str, ...] = ()) -> Library:
+    """The kernels of `build`, compiled if need be; KernelBuildError if that fails."""
+    # torch's OpenMP library must be there first: the kernels then share its threads.
+    import torch  # noqa: F401
+
+    return Library(str(library_path(build, extra_flags)), build)
+
+
+def kv_cache_struct(
+    *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, int8: bool, base: int | None = None
+) -> Structure:
+    """The KV cache's shape, and where it lies."""
+    return KVCacheStruct(base, num_blocks, block_size, num_kv_heads, round_up(head_dim, CELL), int8)

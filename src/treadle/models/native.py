@@ -1,0 +1,251 @@
+"""The Llama family on the native CPU kernels: weights packed for them, bfloat16 or int8.
+
+The computation itself is in kernels/cpu/csrc/step.h; models/llama.py is its plain torch twin.
+"""
+
+import ctypes
+from collections.abc import Callable
+from ctypes import Structure, byref, c_void_p
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treadle.kernels.cpu.arena import ALIGNMENT, Arena, round_up
+from treadle.kernels.cpu.library import (
+    GROUP,
+    MAX_GROUP_SIZE,
+    MAX_HEAD_DIM,
+    PANEL,
+    FloatArray,
+    IntArray,
+    LayerStruct,
+    Library,
+    ModelStruct,
+    StepStruct,
+    WeightsStruct,
+    pointer,
+)
+from treadle.models.config import ModelConfig
+from treadle.models.loaders.base import WeightSource
+from treadle.models.rope import rotary_tables
+
+GATES = 16  # gates, then as many ups, share a panel: silu(gate) × up is done while both are at hand
+
+
+def why_not_native(config: ModelConfig) -> str | None:
+    """What of a model the native kernels cannot compute; None if they can."""
+    group = config.num_attention_heads // config.num_key_value_heads
+    if config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {config.head_dim}, the kernels take at most {MAX_HEAD_DIM}"
+    if group > MAX_GROUP_SIZE:
+        return f"{group} query heads share a KV head, the kernels take at most {MAX_GROUP_SIZE}"
+    return None
+
+
+class NativeModel:
+    """Packed weights and the compiled forward pass.
+
+    Args:
+        config: sizes and variants.
+        weights: where the tensors come from; read one at a time, so there is never a second full copy.
+        library: the kernels.
+        int8: whether weights are int8 with a scale per output channel; else bfloat16.
+        max_model_len: positions that the rotary tables cover.
+        on_progress: called with a number from 0 to 1 while weights are read.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        *,
+        library: Library,
+        int8: bool,
+        max_model_len: int,
+        on_progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self.config = config
+        self.library = library
+        self._int8 = int8
+        self._weights = weights
+        self._arena = Arena(self._num_bytes())
+        self._kept: list[FloatArray] = []  # what the structures point to, outside the arena
+        c = config
+        # The biggest tensor first, while nothing else is there.
+        if c.tie_word_embeddings:
+            embedding = None
+            head = self._matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        else:
+            embedding = self._embedding()
+            head = self._matrix("lm_head.weight", c.vocab_size, c.hidden_size)
+        layers = (LayerStruct * c.num_hidden_layers)()
+        for i in range(c.num_hidden_layers):
+            self._load_layer(layers[i], i)
+            on_progress((i + 1) / c.num_hidden_layers)
+        cosines, sines = rotary_tables(c.rope, c.head_dim, max_model_len, torch.float32)
+        half = c.head_dim // 2
+        self._struct = ModelStruct(
+            c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
+            c.head_dim, c.vocab_size, int8, c.rms_norm_eps, embedding, layers,
+            self._vector("model.norm.weight", c.hidden_size), head,
+            self._keep(cosines[:, :half].contiguous().numpy()), self._keep(sines[:, :half].contiguous().numpy()),
+        )  # fmt: skip
+        del self._weights
+
+    def engine(self, kv: Structure) -> "NativeEngine":
+        """The forward pass over a KV cache."""
+        return NativeEngine(self, self._struct, kv)
+
+    def _num_bytes(self) -> int:
+        c = self.config
+        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        gates = round_up(c.intermediate_size, GROUP)
+        of_layer = [
+            (q_size + 2 * kv_size, c.hidden_size), (c.hidden_size, q_size), (2 * gates, c.hidden_size),
+            (c.hidden_size, c.intermediate_size),
+        ]  # fmt: skip
+        size = self.library.weight_bytes
+        total = c.num_hidden_layers * sum(size(n, k, int8=self._int8) for n, k in of_layer)
+        total += size(c.vocab_size, c.hidden_size, int8=self._int8)
+        if not c.tie_word_embeddings:
+            total += round_up(c.vocab_size * c.hidden_size * 2, ALIGNMENT)
+        return total
+
+    def _load_layer(self, layer: Structure, i: int) -> None:
+        c = self.config
+        name = f"model.layers.{i}"
+        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        layer.input_norm = self._vector(f"{name}.input_layernorm.weight", c.hidden_size)
+        layer.qkv = self._linear(
+            {
+                f"{name}.self_attn.q_proj": q_size,
+                f"{name}.self_attn.k_proj": kv_size,
+                f"{name}.self_attn.v_proj": kv_size,
+            },
+            c.hidden_size,
+            c.qkv_bias,
+        )
+        if c.qk_norm:
+            layer.q_norm = self._vector(f"{name}.self_attn.q_norm.weight", c.head_dim)
+            layer.k_norm = self._vector(f"{name}.self_attn.k_norm.weight", c.head_dim)
+        layer.o = self._linear({f"{name}.self_attn.o_proj": c.hidden_size}, q_size, c.o_bias)
+        layer.post_norm = self._vector(f"{name}.post_attention_layernorm.weight", c.hidden_size)
+        layer.gate_up = self._gate_up(f"{name}.mlp")
+        layer.down = self._linear({f"{name}.mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias)
+
+    def _linear(self, parts: dict[str, int], in_size: int, has_bias: bool) -> Structure:
+        """One projection out of several that read the same input: name → output size."""
+        weight = torch.cat([self._get(f"{name}.weight", out, in_size) for name, out in parts.items()])
+        bias = None
+        if has_bias:
+            bias = torch.cat([self._get(f"{name}.bias", out) for name, out in parts.items()])
+        return self._pack(weight, bias)
+
+    def _gate_up(self, name: str) -> Structure:
+        c = self.config
+        gates = round_up(c.intermediate_size, GROUP)
+
+        def interleave(kind: str, *in_size: int) -> torch.Tensor:
+            parts = []
+            for part in ("gate_proj", "up_proj"):
+                padded = torch.zeros(gates, *in_size)
+                padded[: c.intermediate_size] = self._get(f"{name}.{part}.{kind}", c.intermediate_size, *in_size)
+                parts.append(padded.view(-1, 1, GATES, *in_size))
+            return torch.cat(parts, dim=1).reshape(2 * gates, *in_size)
+
+        bias = interleave("bias") if c.mlp_bias else None
+        return self._pack(interleave("weight", c.hidden_size), bias)
+
+    def _matrix(self, name: str, rows: int, columns: int) -> Structure:
+        return self._pack(self._get(name, rows, columns), None)
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Structure:
+        n, k = round_up(weight.shape[0], PANEL), round_up(weight.shape[1], GROUP)
+        data = self._arena.take(n * k * (1 if self._int8 else 2))
+        scales = self._arena.take(n * 4).view(np.float32) if self._int8 else None
+        self.library.pack(weight.contiguous().numpy(), data, scales)
+        bias_at = None if bias is None else self._padded(bias, n)
+        return WeightsStruct(pointer(data), pointer(scales), bias_at, n, k)
+
+    def _embedding(self) -> int | None:
+        c = self.config
+        data = self._arena.take(c.vocab_size * c.hidden_size * 2)
+        table = torch.from_numpy(data).view(torch.bfloat16).view(c.vocab_size, c.hidden_size)
+        table.copy_(self._weights.get("model.embed_tokens.weight", (c.vocab_size, c.hidden_size), torch.bfloat16))
+        return pointer(data)
+
+    def _vector(self, name: str, size: int) -> int | None:
+        return self._padded(self._get(name, size), round_up(size, GROUP))
+
+    def _padded(self, vector: torch.Tensor, size: int) -> int | None:
+        padded = np.zeros(size, dtype=np.float32)
+        padded[: len(vector)] = vector.numpy()
+        return self._keep(padded)
+
+    def _keep(self, array: FloatArray) -> int | None:
+        self._kept.append(array)
+        return pointer(array)
+
+    def _get(self, name: str, *shape: int) -> torch.Tensor:
+        return self._weights.get(name, shape, torch.float32)
+
+
+class NativeEngine:
+    """The forward pass of a model over a KV cache, with the room that its steps need.
+
+    Args:
+        model: kept alive as long as this.
+        struct: the model's structure.
+        kv: the cache's structure; its memory is the caller's.
+    """
+
+    def __init__(self, model: NativeModel, struct: Structure, kv: Structure) -> None:
+        self._model = model
+        self._dll = model.library.dll
+        self._engine: int | None = self._dll.treadle_create(byref(struct), byref(kv))
+
+    def forward(
+        self,
+        token_ids: IntArray,
+        positions: IntArray,
+        rows: IntArray,
+        tables: IntArray,
+        run_start: IntArray,
+        run_count: IntArray,
+        threads: int,
+    ) -> None:
+        """Compute the hidden states of a step's tokens, which stay inside, and write their KV.
+
+        Args:
+            token_ids, positions, rows: int32 [T], of each token: id, place in its sequence, row of `tables`.
+            tables: int32 [rows, blocks], C-contiguous.
+            run_start, run_count: int32 [runs]; each run is neighbouring tokens of one sequence.
+            threads: how many compute.
+        """
+        step = StepStruct(
+            pointer(token_ids), pointer(positions), pointer(rows), pointer(tables), pointer(run_start),
+            pointer(run_count), tables.shape[1], len(token_ids), len(run_start), threads,
+        )  # fmt: skip
+        self._dll.treadle_forward(c_void_p(self._engine), byref(step))
+
+    def logits(self, tokens: IntArray, place: IntArray, out: npt.NDArray[np.float32], threads: int) -> IntArray:
+        """The most likely next token after each of some tokens of the last step: int32 [n].
+
+        Args:
+            tokens: int32 [n], numbers among the step's tokens.
+            place: int32 [n], row of `out` for the token's logits, or -1.
+            out: float32 [.., vocab], filled where a place says so.
+            threads: how many compute.
+        """
+        best = np.empty(len(tokens), dtype=np.int32)
+        self._dll.treadle_logits(
+            c_void_p(self._engine), c_void_p(pointer(tokens)), ctypes.c_int32(len(tokens)), c_void_p(pointer(place)),
+            c_void_p(pointer(out)), c_void_p(pointer(best)), ctypes.c_int32(threads),
+        )  # fmt: skip
+        return best
+
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None) is not None:
+            self._dll.treadle_destroy(c_void_p(self._engine))
+            self._engine = None

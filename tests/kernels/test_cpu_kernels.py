@@ -1,0 +1,301 @@
+"""Every native kernel against its plain torch twin, on random shapes, on every build that this machine runs."""
+
+from ctypes import byref, c_float, c_int32, c_void_p
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+
+from native import RUNNABLE, native_library
+from treadle.kernels import reference
+from treadle.kernels.cpu.arena import round_up
+from treadle.kernels.cpu.library import CELL, GROUP, PANEL, WeightsStruct, kv_cache_struct, pointer
+
+FAST = settings(max_examples=40, deadline=None)
+
+
+@pytest.fixture(params=RUNNABLE or [None], scope="module")
+def library(request):
+    return native_library(request.param)
+
+
+def rng_of(seed):
+    return np.random.default_rng(seed)
+
+
+def normal(rng, *shape):
+    return rng.normal(0, 1, shape).astype(np.float32)
+
+
+def at(array):
+    return c_void_p(pointer(array))
+
+
+def bf16(array):
+    return torch.from_numpy(array).bfloat16().float()
+
+
+class Packed:
+    """A matrix as the kernels want it, kept alive."""
+
+    def __init__(self, library, weight, *, int8, bias=None):
+        n, k = round_up(weight.shape[0], PANEL), round_up(weight.shape[1], GROUP)
+        self.data = np.zeros(n * k * (1 if int8 else 2), dtype=np.uint8)
+        self.scales = np.zeros(n, dtype=np.float32) if int8 else None
+        library.pack(weight, self.data, self.scales)
+        self.bias = None
+        if bias is not None:
+            self.bias = np.zeros(n, dtype=np.float32)
+            self.bias[: len(bias)] = bias
+        self.n = n
+        self.struct = WeightsStruct(pointer(self.data), pointer(self.scales), pointer(self.bias), n, k)
+
+
+def linear(library, packed, x, *, int8, threads=1, name="treadle_op_linear", width=None):
+    out = np.full((len(x), width or packed.n), np.nan, dtype=np.float32)
+    getattr(library.dll, name)(
+        byref(packed.struct),
+        c_int32(int8),
+        at(x),
+        c_int32(x.shape[0]),
+        c_int32(x.shape[1]),
+        at(out),
+        c_int32(threads),
+    )
+    return torch.from_numpy(out)
+
+
+def twin_linear(library, x, weight, *, int8, bias=None):
+    if int8:
+        x = reference.round_to_int8(torch.from_numpy(x), GROUP)
+        weight = reference.round_to_int8(torch.from_numpy(weight), weight.shape[1])
+    else:
+        # Without BF16 instructions activations stay floats.
+        x = bf16(x) if library.build == "avx512_bf16" else torch.from_numpy(x)
+        weight = bf16(weight)
+    return F.linear(x.double(), weight.double(), None if bias is None else torch.from_numpy(bias).double())
+
+
+def assert_close(ours, twin, tolerance, floor=1e-6):
+    """Within `tolerance` of the largest number, or of `floor`, the size of what is added up."""
+    scale = max(float(twin.abs().max()), floor)
+    assert float((ours.double() - twin.double()).abs().max()) <= tolerance * scale
+
+
+@FAST
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(1, 20),
+    n=st.integers(1, 150),
+    k=st.integers(1, 200),
+    int8=st.booleans(),
+    has_bias=st.booleans(),
+)
+def test_linear(library, seed, rows, n, k, int8, has_bias):
+    rng = rng_of(seed)
+    x, weight = normal(rng, rows, k), normal(rng, n, k)
+    bias = normal(rng, n) if has_bias else None
+    packed = Packed(library, weight, int8=int8, bias=bias)
+    out = linear(library, packed, x, int8=int8, threads=1 + seed % 3)
+    assert_close(out[:, :n], twin_linear(library, x, weight, int8=int8, bias=bias), 1e-5, floor=k**0.5)
+    assert (out[:, n:] == 0).all()
+
+
+@FAST
+@given(seed=st.integers(0, 1000), rows=st.integers(2, 40), k=st.integers(1, 300), int8=st.booleans())
+def test_a_row_of_a_product_does_not_depend_on_its_neighbours(library, seed, rows, k, int8):
+    rng = rng_of(seed)
+    x = normal(rng, rows, k) * rng.uniform(0.01, 30, (rows, 1)).astype(np.float32)
+    packed = Packed(library, normal(rng, 70, k), int8=int8)
+    together = linear(library, packed, x, int8=int8, threads=2)
+    for row in rng.choice(rows, 3):
+        alone = linear(library, packed, x[row : row + 1].copy(), int8=int8)
+        assert torch.equal(alone[0], together[row])
+    start = int(rng.integers(rows))
+    assert torch.equal(linear(library, packed, x[start:].copy(), int8=int8, threads=3), together[start:])
+
+
+def test_int8_is_exact_at_its_extremes(library):
+    # All products are as large as they get: sums of two in 16 bits must not saturate.
+    k = 256
+    for sign in (1, -1):
+        x = np.full((3, k), 5.0, dtype=np.float32)
+        weight = np.full((33, k), sign * 2.0, dtype=np.float32)
+        out = linear(library, Packed(library, weight, int8=True), x, int8=True)
+        assert torch.allclose(out[:, :33], torch.tensor(sign * 10.0 * k), rtol=1e-6)
+    zeros = linear(
+        library, Packed(library, np.zeros((5, k), np.float32), int8=True), np.zeros((1, k), np.float32), int8=True
+    )
+    assert (zeros == 0).all()
+
+
+@FAST
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(1, 9),
+    inter=st.integers(1, 100),
+    k=st.integers(1, 90),
+    int8=st.booleans(),
+)
+def test_gate_and_up(library, seed, rows, inter, k, int8):
+    rng = rng_of(seed)
+    x, gate, up = normal(rng, rows, k), normal(rng, inter, k), normal(rng, inter, k)
+    padded = round_up(inter, GROUP)
+    both = np.zeros((2, padded, k), dtype=np.float32)
+    both[0, :inter], both[1, :inter] = gate, up
+    # Per panel 16 gates, then the 16 ups that belong to them.
+    order = both.reshape(2, padded // 16, 16, k).transpose(1, 0, 2, 3).reshape(2 * padded, k)
+    packed = Packed(library, np.ascontiguousarray(order), int8=int8)
+    out = linear(library, packed, x, int8=int8, threads=2, name="treadle_op_linear_silu_mul", width=padded)
+    twin = F.silu(twin_linear(library, x, gate, int8=int8)) * twin_linear(library, x, up, int8=int8)
+    assert_close(out[:, :inter], twin, 3e-5, floor=k**0.5)
+    assert (out[:, inter:] == 0).all()
+
+
+@FAST
+@given(seed=st.integers(0, 1000), size=st.integers(1, 300), int8=st.booleans())
+def test_rms_norm(library, seed, size, int8):
+    rng = rng_of(seed)
+    x, weight = normal(rng, size) * 7, normal(rng, size)
+    out = np.empty(size, dtype=np.float32)
+    library.dll.treadle_op_rms_norm(at(x), at(weight), c_int32(size), c_float(1e-5), c_int32(int8), at(out))
+    twin = reference.rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-5)
+    # Half a step of the narrow type.
+    step = 1 / 127 if int8 else 2**-7
+    assert_close(torch.from_numpy(out), twin, 0.501 * step + 1e-5)
+
+
+@FAST
+@given(seed=st.integers(0, 1000), heads=st.integers(1, 5), half=st.integers(1, 128), has_norm=st.booleans())
+def test_rotary(library, seed, heads, half, has_norm):
+    rng = rng_of(seed)
+    x, weight, angles = normal(rng, heads, 2 * half), normal(rng, 2 * half), rng.uniform(0, 7, half)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    out = np.empty_like(x)
+    library.dll.treadle_op_rotary(
+        at(x),
+        c_int32(heads),
+        c_int32(2 * half),
+        at(weight if has_norm else None),
+        c_float(1e-6),
+        at(cos),
+        at(sin),
+        at(out),
+    )
+    twin = torch.from_numpy(x)
+    if has_norm:
+        twin = reference.rms_norm(twin, torch.from_numpy(weight), 1e-6)
+    doubled = [torch.from_numpy(np.concatenate([t, t]))[None, None] for t in (cos, sin)]
+    assert_close(torch.from_numpy(out), reference.rotary(twin[None], *doubled)[0], 1e-5)
+
+
+class Cache:
+    """A paged cache with shuffled blocks, full of NaN."""
+
+    def __init__(self, library, rng, *, block_size, kv_heads, head_dim, tokens, int8):
+        num_blocks = -(-tokens // block_size) + 2
+        shape = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
+        self.struct = kv_cache_struct(**shape, int8=int8)
+        # A guard behind it shows writes past the end.
+        size = library.kv_block_bytes(self.struct) * num_blocks
+        self.pool = np.full(size + 4096, 0xFF, dtype=np.uint8)
+        self.pool[size:] = 7
+        self.size = size
+        self.struct.base = self.pool.ctypes.data
+        self.table = rng.permutation(num_blocks).astype(np.int32)
+        self.library = library
+
+    def store(self, positions, keys, values):
+        positions = np.asarray(positions, dtype=np.int32)
+        keys, values = np.ascontiguousarray(keys[positions]), np.ascontiguousarray(values[positions])
+        self.library.dll.treadle_op_store_kv(
+            byref(self.struct), at(self.table), at(positions), c_int32(len(positions)), c_int32(keys.shape[-1]),
+            at(keys), at(values),
+        )  # fmt: skip
+        assert (self.pool[self.size :] == 7).all()
+
+    def attend(self, first, queries, per_item=16):
+        out = np.full_like(queries, np.nan)
+        self.library.dll.treadle_op_attention(
+            byref(self.struct), at(self.table), c_int32(first), c_int32(len(queries)), c_int32(queries.shape[1]),
+            c_int32(queries.shape[2]), c_int32(per_item), at(queries), at(out),
+        )  # fmt: skip
+        return torch.from_numpy(out)
+
+
+def twin_attention(queries, keys, values, first, *, int8):
+    """With plain torch, on what the cache can hold."""
+    head_dim = queries.shape[-1]
+    if int8:
+        q, k, v = (reference.round_to_int8(torch.from_numpy(x), head_dim) for x in (queries, keys, values))
+    else:
+        q, k, v = torch.from_numpy(queries), bf16(keys), bf16(values)
+    length = first + len(queries)
+    mask = torch.zeros(len(queries), length)
+    mask[torch.arange(length)[None, :] > first + torch.arange(len(queries))[:, None]] = -torch.inf
+    return reference.prefill_attention(q, k.flatten(1), v.flatten(1), torch.arange(length), mask)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    group=st.sampled_from([1, 3, 4, 8]),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    head_dim=st.sampled_from([2, 16, 24, 64, 80, 128]),
+    block_size=st.sampled_from([1, 4, 16, 24, 32]),
+    first=st.integers(0, 150),
+    count=st.integers(1, 40),
+    int8=st.booleans(),
+)
+def test_attention(library, seed, group, kv_heads, head_dim, block_size, first, count, int8):
+    rng = rng_of(seed)
+    length = first + count
+    keys, values = normal(rng, length, kv_heads, head_dim), normal(rng, length, kv_heads, head_dim)
+    queries = normal(rng, count, kv_heads * group, head_dim) * 2
+    shape = {"block_size": block_size, "kv_heads": kv_heads, "head_dim": head_dim, "tokens": length}
+    cache = Cache(library, rng, **shape, int8=int8)
+    cache.store(range(length), keys, values)
+    out = cache.attend(first, queries)
+    # Probabilities and, without int8, queries are rounded to bfloat16.
+    assert_close(out, twin_attention(queries, keys, values, first, int8=int8), 1.5e-2)
+    # Bit for bit the same one token at a time, in a cache of which nothing later is written yet.
+    fresh = Cache(library, rng, **shape, int8=int8)
+    cut = int(rng.integers(count))
+    fresh.store(range(first + cut + 1), keys, values)
+    alone = fresh.attend(first + cut, queries[cut : cut + 1].copy())
+    assert torch.equal(alone[0], out[cut])
+    per_item = cache.attend(first, queries, per_item=int(rng.integers(1, 8)))
+    assert torch.equal(per_item, out)
+
+
+def test_attention_does_not_depend_on_the_block_size(library):
+    rng = rng_of(1)
+    keys, values = normal(rng, 100, 2, 64), normal(rng, 100, 2, 64)
+    queries = normal(rng, 30, 6, 64)
+    for int8 in (False, True):
+        outs = []
+        for block_size in (1, 3, 16, 48, 128):
+            cache = Cache(library, rng, block_size=block_size, kv_heads=2, head_dim=64, tokens=100, int8=int8)
+            cache.store(range(100), keys, values)
+            outs.append(cache.attend(70, queries))
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_attention_sinks_keep_the_rest(library):
+    """One token with nearly all of the probability and a value of zero must not drown the others."""
+    rng = rng_of(2)
+    keys, values = normal(rng, 60, 1, 64) * 0.1, normal(rng, 60, 1, 64)
+    queries = np.ones((1, 1, 64), dtype=np.float32)
+    keys[0], values[0] = 0.9, 0.0
+    for int8 in (False, True):
+        cache = Cache(library, rng, block_size=16, kv_heads=1, head_dim=64, tokens=60, int8=int8)
+        cache.store(range(60), keys, values)
+        assert_close(cache.attend(59, queries), twin_attention(queries, keys, values, 59, int8=int8), 2e-2)
+
+
+def test_a_cell_is_padded_to_what_the_vectors_read(library):
+    cache = Cache(library, rng_of(0), block_size=16, kv_heads=1, head_dim=24, tokens=16, int8=False)
+    assert library.kv_block_bytes(cache.struct) == 2 * CELL * 32 * 2
