@@ -7,11 +7,12 @@ READY := $(VENV)/.ready
 
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 
-.PHONY: demo test lint format bench clean help
+.PHONY: demo test sanitize lint format bench clean help
 
 help:
 	@echo "make demo    set up, and answer a question with the embedded model (QUESTION=… for yours)"
 	@echo "make test    set up what is missing, and run the whole test suite"
+	@echo "make sanitize  the tests of the native kernels under AddressSanitizer and UBSan"
 	@echo "make lint    formatting, lints and types"
 	@echo "make bench   what the scheduler costs, and Treadle against transformers, on this machine"
 	@echo "make clean   remove the virtual environment"
@@ -29,6 +30,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# The kernels read and write nothing outside their buffers.
+sanitize: $(READY)
+	TREADLE_TEST_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
+		$(BIN)/pytest -q -p no:cacheprovider tests/kernels/test_cpu_kernels.py tests/models/test_native.py tests/runner
 
 lint: $(READY)
 	$(BIN)/ruff format --check src tests bench

@@ -1,10 +1,16 @@
-"""The native kernels, for tests: every build that this machine runs."""
+"""The native kernels, for tests: every build that this machine runs.
+
+With TREADLE_TEST_SANITIZE=1 they are compiled with AddressSanitizer and UBSan (`make sanitize` sets all of it up).
+"""
+
+import os
 
 import pytest
 
 from treadle.kernels.cpu import BUILDS, best_build, load_library, missing_features
 
 RUNNABLE = [build for build in BUILDS if not missing_features(build)]
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g")
 
 
 def native_library(build=None):
@@ -12,4 +18,4 @@ def native_library(build=None):
     build = build or best_build()
     if build is None:
         pytest.skip("this processor has no native kernels")
-    return load_library(build)
+    return load_library(build, SANITIZE if os.environ.get("TREADLE_TEST_SANITIZE") else ())

@@ -60,7 +60,7 @@ def write_tokenizer(folder):
     Tokenizer(models.WordLevel(vocab, unk_token="<0>")).save(str(folder / "tokenizer.json"))
 
 
-def make_model(name, folder, **save):
+def make_model(name, folder, scale=0.25, **save):
     family, changes = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
@@ -68,7 +68,7 @@ def make_model(name, folder, **save):
     with torch.no_grad():
         # Larger than the default initialization, so that every part matters; biases and norms too.
         for parameter in model.parameters():
-            parameter.normal_(0.0, 0.25) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+            parameter.normal_(0.0, scale) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder, **save)
     write_tokenizer(folder)
     return model

@@ -229,13 +229,15 @@ class NativeEngine:
         )  # fmt: skip
         self._dll.treadle_forward(c_void_p(self._engine), byref(step))
 
-    def logits(self, tokens: IntArray, place: IntArray, out: npt.NDArray[np.float32], threads: int) -> IntArray:
+    def logits(
+        self, tokens: IntArray, place: IntArray, out: npt.NDArray[np.float32] | None, threads: int
+    ) -> IntArray:
         """The most likely next token after each of some tokens of the last step: int32 [n].
 
         Args:
             tokens: int32 [n], numbers among the step's tokens.
             place: int32 [n], row of `out` for the token's logits, or -1.
-            out: float32 [.., vocab], filled where a place says so.
+            out: float32 [.., vocab], filled where a place says so; None if none does.
             threads: how many compute.
         """
         best = np.empty(len(tokens), dtype=np.int32)

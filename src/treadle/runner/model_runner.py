@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from treadle.request import IntArray
 from treadle.runner.backend import Backend
@@ -25,7 +24,6 @@ class ModelRunner:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         if plan.num_lookahead_slots:
@@ -47,10 +45,9 @@ class ModelRunner:
         """Sample after each of the step's `tokens`, for the given rows and sequences of their requests."""
         if not len(tokens):
             return tokens, {}
-        sampler = self._backend.sampler
-        wanted = np.flatnonzero(sampler.needs_logits(plan.batch, rows)).astype(np.int32)
+        wanted = plan.batch.sampling.needs_logits[rows].nonzero()[0].astype(np.int32)
         logits = self._backend.logits(tokens, wanted)
-        return sampler.sample(logits, plan.batch, rows, sequence_index)
+        return self._backend.sampler.sample(logits, plan.batch, rows, sequence_index)
 
     def _answer_sequences(self, plan: StepPlan) -> StepResult:
         """The answers of a step that has more than plain decodes."""

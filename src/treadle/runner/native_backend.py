@@ -15,6 +15,9 @@ from treadle.runner.sampler import Sampler
 from treadle.scheduler import StepPlan
 
 
+NO_LOGITS = torch.empty(0, 0)
+
+
 def native_block_bytes(config: ModelConfig, block_size: int, *, int8: bool) -> int:
     """Bytes of one KV block of all layers, as csrc/kv_cache.h lays it out."""
     cells = -(-block_size // CELL)
@@ -104,10 +107,12 @@ class NativeBackend:
 
     def logits(self, tokens: IntArray, wanted: IntArray) -> StepLogits:
         """The best token after each of the tokens asked about, and logits for those wanted."""
+        place = np.full(len(tokens), -1, dtype=np.int32)
+        if not len(wanted):
+            return StepLogits(NO_LOGITS, place, self._engine.logits(tokens, place, None, self._threads))
         if len(wanted) > len(self._logits):
             self._logits = np.empty((len(wanted), self._vocab_size), dtype=np.float32)
         values = self._logits[: len(wanted)]
-        place = np.full(len(tokens), -1, dtype=np.int32)
         place[wanted] = np.arange(len(wanted), dtype=np.int32)
         best = self._engine.logits(tokens, place, values, self._threads)
         return StepLogits(torch.from_numpy(values), place, best)

@@ -72,17 +72,6 @@ class Sampler:
     def __init__(self, kernels: SamplingKernels) -> None:
         self._kernels = kernels
 
-    @staticmethod
-    def needs_logits(batch: RunningBatch, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether each row needs more than its most likely token: bool [n]."""
-        sampling = batch.sampling
-        return (
-            ~sampling.is_greedy[rows]
-            | sampling.is_biased[rows]
-            | sampling.is_penalized[rows]
-            | (sampling.num_logprobs[rows] >= 0)
-        )
-
     def sample(
         self, logits: "StepLogits", batch: RunningBatch, rows: IntArray, sequence_index: IntArray
     ) -> tuple[IntArray, dict[int, TokenLogprobs]]:
@@ -97,7 +86,7 @@ class Sampler:
         Returns:
             int32 [n], and place → log-probabilities for rows that asked.
         """
-        token_ids = logits.best.copy()
+        token_ids = logits.best
         if not len(logits.values):
             return token_ids, {}
         sampling = batch.sampling

@@ -30,10 +30,12 @@ class TorchBackend:
         self._int8_kv = int8_kv
         self._hidden = torch.empty(0)
 
+    @torch.inference_mode()
     def move_blocks(self, plan: StepPlan) -> None:
         """Do a step's swaps and copies."""
         self._storage.tiers.move(plan)
 
+    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         """Compute all tokens of a step."""
         model = self._model
@@ -41,6 +43,7 @@ class TorchBackend:
         attention = _PagedAttention(self._storage, inputs, self._int8_kv)
         self._hidden = model.forward(inputs.token_ids, inputs.positions, attention)  # [T, E]
 
+    @torch.inference_mode()
     def logits(self, tokens: IntArray, wanted: IntArray) -> StepLogits:
         """Logits of all tokens asked about: which are wanted makes no difference here."""
         hidden = self._hidden[torch.from_numpy(tokens).to(self._hidden.device)]

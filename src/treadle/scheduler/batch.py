@@ -35,6 +35,7 @@ class SamplingRows:
         is_penalized: whether penalties change the row's logits.
         filters: whether top_k, top_p or min_p drop tokens.
         num_logprobs: int32 [rows], most likely tokens that are reported beside the sampled one; -1 for no report.
+        needs_logits: whether the row needs more than its most likely token.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -52,6 +53,7 @@ class SamplingRows:
         self.is_penalized: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.filters: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.num_logprobs: IntArray = np.full(num_rows, -1, dtype=np.int32)
+        self.needs_logits: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
     def set(self, row: int, params: SamplingParams, seed: int, sequence_index: int) -> None:
         """Fill `row` from a request's parameters."""
@@ -71,6 +73,9 @@ class SamplingRows:
         )
         self.filters[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.needs_logits[row] = (
+            not params.is_greedy or self.is_biased[row] or self.is_penalized[row] or params.logprobs is not None
+        )
 
 
 class RunningBatch:

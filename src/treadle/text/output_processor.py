@@ -236,7 +236,7 @@ def _position_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> Pos
     """The mapping that callers see: the token itself first, then the most likely ones."""
 
     def text(token_id: int) -> str | None:
-        return None if tokenizer is None else tokenizer.decode((token_id,), skip_special_tokens=False)
+        return None if tokenizer is None else tokenizer.token_text(token_id)
 
     position = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
     top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)

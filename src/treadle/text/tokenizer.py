@@ -34,7 +34,7 @@ class Tokenizer:
         self.byte_token_ids = frozenset(
             token_id for token, token_id in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
         )
-
+        self._token_texts: dict[int, str] = {}
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -77,4 +77,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special or not; kept, since the same few are asked for again and again."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text

@@ -36,12 +36,6 @@ struct KVCache {
   float* value_scales(char* cell) const { return key_scales(cell) + CELL; }
 };
 
-inline float largest_magnitude(const float* x, int n) {
-  float top = 0.0f;
-  for (int i = 0; i < n; ++i) top = std::fmax(top, std::fabs(x[i]));
-  return top;
-}
-
 // Write one token's key and value of one head, both [dim] floats, into lane `lane` of a cell.
 inline void store_token(const KVCache& kv, char* cell, int lane, const float* key, const float* value) {
   if (!kv.is_int8) {

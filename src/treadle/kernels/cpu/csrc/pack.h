@@ -50,14 +50,14 @@ inline void pack_int8(const float* source, int rows, int columns, int8_t* data, 
       scales[n] = 0.0f;
       if (n >= rows) continue;
       const float* row = source + size_t(n) * columns;
-      float largest = 0.0f;
-      for (int i = 0; i < columns; ++i) largest = std::fmax(largest, std::fabs(row[i]));
-      const float scale = largest / 127.0f;
+      const float largest = largest_magnitude(row, columns);
       const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-      scales[n] = scale;
-      for (int i = 0; i < columns; ++i) {
-        const int q = int(std::nearbyint(row[i] * inverse));
-        out[((i / 4) * PANEL + c) * 4 + i % 4] = int8_t(q + WEIGHT_BIAS);
+      scales[n] = largest / 127.0f;
+      for (int i = 0; i < columns; i += W) {
+        int8_t narrow[W];
+        store_int8(narrow, to_int(mul(load_first(row + i, columns - i, 0.0f), set1(inverse))));
+        for (int j = 0; j < W && i + j < columns; ++j)
+          out[((i + j) / 4 * PANEL + c) * 4 + (i + j) % 4] = int8_t(narrow[j] + WEIGHT_BIAS);
       }
     }
   }

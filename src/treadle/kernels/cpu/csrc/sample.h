@@ -63,14 +63,6 @@ inline void for_vectors(int n, const F& f) {
   for (int i = 0; i < n; i += W) f(i, std::min(W, n - i));
 }
 
-// A load that does not read past the end: the first n lanes, `other` in the rest.
-inline vf load_first(const float* p, int n, float other) {
-  if (n >= W) return load(p);
-  alignas(64) float values[W];
-  for (int i = 0; i < W; ++i) values[i] = i < n ? p[i] : other;
-  return load(values);
-}
-
 inline int argmax(const float* x, int n) {
   vf top = set1(-std::numeric_limits<float>::infinity());
   for_vectors(n, [&](int i, int count) {

@@ -159,6 +159,20 @@ inline float reduce_max(vf x) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
 }
 
+// A load that does not read past the end: the first n lanes, `other` in the rest.
+inline vf load_first(const float* p, int n, float other) {
+  if (n >= W) return load(p);
+  alignas(64) float values[W];
+  for (int i = 0; i < W; ++i) values[i] = i < n ? p[i] : other;
+  return load(values);
+}
+
+inline float largest_magnitude(const float* x, int n) {
+  vf top = zero();
+  for (int i = 0; i < n; i += W) top = max(top, abs(load_first(x + i, n - i, 0.0f)));
+  return reduce_max(top);
+}
+
 // 2^x with an error of about one unit in the last place; exactly 1 at 0; x is clamped to [-126, 127].
 // Taylor series of degree 7 on [-1/2, 1/2], where its remainder is below 1e-8.
 inline vf exp2(vf x) {

@@ -1,0 +1,82 @@
+"""Milliseconds of a decode step that are not spent in the native kernels: scheduler, inputs, sampling, outputs.
+
+    python bench/step_overhead.py
+
+Every call into the compiled library is timed; what is left of `LLM.generate`'s steps is Python's. Steady decodes,
+greedy or with sampling (temperature, top_p), on the embedded model; medians over the steps.
+"""
+
+import argparse
+import statistics
+import time
+
+from treadle import LLM, SamplingParams
+
+
+class Timed:
+    """A function that adds up its own time."""
+
+    def __init__(self, function):
+        self._function = function
+        self.seconds = 0.0
+
+    def __call__(self, *args):
+        start = time.perf_counter()
+        result = self._function(*args)
+        self.seconds += time.perf_counter() - start
+        return result
+
+
+NATIVE = ("treadle_forward", "treadle_logits", "treadle_draw", "treadle_report", "treadle_penalize")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    llm = LLM(quantization="int8", kv_cache_memory="1G", log_stats_interval_s=0, max_num_batched_tokens=512)
+    dll = llm.engine._runner._backend._engine._dll
+    timed = {name: Timed(getattr(dll, name)) for name in NATIVE}
+    for name, function in timed.items():
+        setattr(dll, name, function)
+
+    def native_seconds() -> float:
+        return sum(function.seconds for function in timed.values())
+
+    kinds = {
+        "greedy": {"temperature": 0.0},
+        "temperature, top_p": {"temperature": 0.8, "top_p": 0.95},
+        "… penalties, 5 logprobs": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "logprobs": 5},
+    }
+    print(f"{'sequences':>9}  {'sampling':<26} {'step ms':>8} {'native ms':>9} {'Python ms':>9} {'sampling share':>14}")
+    for count in args.sequences:
+        for title, options in kinds.items():
+            params = SamplingParams(max_tokens=args.steps + 8, ignore_eos=True, detokenize=False, **options)
+            for i in range(count):
+                request = llm._make_requests([{"prompt_token_ids": [100 + i, 7, 8]}], params, {})[0]
+                llm.engine.add_request(request)
+            steps = []
+            while llm.engine.has_unfinished_requests:
+                before, sampling = native_seconds(), sum(timed[name].seconds for name in NATIVE[2:])
+                start = time.perf_counter()
+                llm.engine.step()
+                steps.append(
+                    (
+                        time.perf_counter() - start,
+                        native_seconds() - before,
+                        sum(timed[name].seconds for name in NATIVE[2:]) - sampling,
+                    )
+                )
+            steady = steps[-args.steps : -2]
+            total = statistics.median(step for step, _, _ in steady)
+            native = statistics.median(inside for _, inside, _ in steady)
+            python = statistics.median(step - inside for step, inside, _ in steady)
+            share = statistics.median(drawn / step for step, _, drawn in steady)
+            print(
+                f"{count:>9}  {title:<26} {total * 1e3:>8.2f} {native * 1e3:>9.2f} {python * 1e3:>9.2f} {share:>14.1%}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Compiling and caching the kernels, and what happens when that does not work."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from native import RUNNABLE
+from treadle import LLM, SamplingParams
+from treadle.engine_config import CPU_KERNELS
+from treadle.errors import ConfigError
+from treadle.kernels.cpu import BUILDS, KernelBuildError, build, library
+from treadle.kernels.cpu.build import best_build, library_path, missing_features
+
+pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
+
+SMALL = {"num_kv_blocks": 64, "max_model_len": 256, "log_stats_interval_s": 0}
+FAST = ("-O0",)  # what is compiled here is not run
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TREADLE_CACHE_DIR", str(folder))
+    library.load_library.cache_clear()
+    yield folder
+    library.load_library.cache_clear()
+
+
+def test_the_names_are_those_of_the_settings():
+    assert ("auto", *BUILDS, "off") == CPU_KERNELS
+
+
+def test_compiled_once_and_again_when_stale(cache, monkeypatch, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "treadle"):
+        first = library_path("avx2", FAST)
+        assert library_path("avx2", FAST) == first
+    notices = [record.message for record in caplog.records]
+    assert len(notices) == 1
+    assert "compiling the CPU kernels (avx2)" in notices[0]
+    # Another source is another file, and so is another processor.
+    changed = tmp_path / "csrc"
+    changed.mkdir()
+    for path in build.SOURCES.iterdir():
+        (changed / path.name).write_text(path.read_text() + "\n// changed\n")
+    monkeypatch.setattr(build, "SOURCES", changed)
+    second = library_path("avx2", FAST)
+    assert second != first
+    monkeypatch.setattr(build, "_cpu_info", lambda field: "another")
+    assert library_path("avx2", FAST) not in (first, second)
+    assert len(list(cache.glob("*.so"))) == 3
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_two_processes_at_once(cache):
+    code = "from treadle.kernels.cpu.build import library_path; print(library_path('avx2', ('-O0',)))"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ)
+        for _ in range(3)
+    ]
+    paths = {process.communicate(timeout=120)[0].strip() for process in started}
+    assert all(process.returncode == 0 for process in started)
+    assert len(paths) == 1
+    assert len(list(cache.glob("*.so"))) == 1
+
+
+def test_the_compilers_words_are_shown_and_torch_goes_on(cache, tmp_path, monkeypatch, caplog):
+    compiler = tmp_path / "broken-compiler"
+    compiler.write_text("#!/bin/sh\necho 'error: this machine has no vowels' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(KernelBuildError, match=r"(?s)failed with status 3.*has no vowels"):
+        library_path("avx2")
+    with caplog.at_level(logging.WARNING, "treadle"):
+        llm = LLM(dtype="bfloat16", **SMALL)
+    assert "computing with plain torch" in caplog.text
+    assert "has no vowels" in caplog.text
+    (output,) = llm.generate("1, 2, 3, 4,", SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+    with pytest.raises(ConfigError, match="cpu_kernels"):
+        LLM(cpu_kernels=best_build(), **SMALL)
+
+
+def test_no_compiler(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler-7")
+    with pytest.raises(KernelBuildError, match=r"CXX=no-such-compiler-7: there is no such program"):
+        library_path("avx2")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler was found"):
+        library_path("avx2")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TREADLE_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(KernelBuildError, match="TREADLE_CACHE_DIR"):
+        library_path("avx2", FAST)
+
+
+def test_another_processor(monkeypatch, caplog):
+    monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"avx2", "fma", "sse2"}))
+    assert best_build() == "avx2"
+    assert missing_features("avx512")
+    with pytest.raises(ConfigError, match=r"avx512 needs what this processor lacks: avx512f, "):
+        LLM(cpu_kernels="avx512", **SMALL)
+    monkeypatch.setattr(build, "cpu_features", frozenset)
+    assert best_build() is None
+    with caplog.at_level(logging.WARNING, "treadle"):
+        LLM(**SMALL)
+    assert "they need AVX2" in caplog.text
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    assert best_build() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"cpu_kernels": "avx1024"}, "cpu_kernels"),
+        ({"cpu_kernels": "avx2", "dtype": "float32"}, "cpu_kernels"),
+        ({"quantization": "int3"}, "quantization"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "bfloat16", "dtype": "float32"}, "kv_cache_dtype"),
+        ({"num_threads": 0}, "num_threads"),
+    ],
+)
+def test_settings_that_cannot_work(options, field):
+    with pytest.raises(ConfigError) as caught:
+        LLM(**options, **SMALL)
+    assert caught.value.field == field
+
+
+@pytest.mark.slow
+def test_torch_gives_the_same_answers_within_tolerance():
+    """Without the kernels, int8 is shown by torch: log-probabilities are close, and so is what is most likely."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    text = "The quick brown fox jumps over the lazy dog, and then it sleeps for the rest of the day."
+    means = {}
+    for quantization in ("int8", None):
+        found = []
+        for kernels in ("auto", "off"):
+            llm = LLM(quantization=quantization, cpu_kernels=kernels, dtype="auto", **SMALL)
+            (output,) = llm.generate(text, params, use_tqdm=False)
+            rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+            found.append([entries[token].logprob for token, entries in rows])
+        means[quantization] = sum(abs(a - b) for a, b in zip(*found, strict=True)) / len(found[0])
+    assert means["int8"] < 0.15
+    assert means[None] < 0.15

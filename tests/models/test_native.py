@@ -1,0 +1,134 @@
+"""The native forward pass against its plain torch twin, for every supported architecture and odd sizes."""
+
+import numpy as np
+import pytest
+import torch
+from test_architectures import CASES, VOCAB, make_model
+
+from engines import TestEngine, make_backend
+from native import RUNNABLE, native_library
+from treadle import SamplingParams
+from treadle.models.llama import LlamaModel
+from treadle.models.native import NativeModel, why_not_native
+from treadle.models.registry import load_model
+
+pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
+
+PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 33, 64, 150)]
+
+
+def twin_of(loaded, *, int8):
+    return LlamaModel(
+        loaded.config, loaded.weights, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512, int8=int8
+    )
+
+
+def native_of(loaded, *, int8, build=None):
+    return NativeModel(loaded.config, loaded.weights, library=native_library(build), int8=int8, max_model_len=512)
+
+
+def prompt_logprobs(loaded, model, **options):
+    """Log-probabilities of each prompt's tokens and of the most likely first output, with two prompts per step."""
+    engine = TestEngine(loaded, model, max_model_len=400, max_num_batched_tokens=40, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, logprobs=0)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(str(i), prompt, params)
+    results = engine.run()
+    found = []
+    for i, prompt in enumerate(PROMPTS):
+        rows = zip(prompt[1:], results[str(i)].prompt_logprobs[1:], strict=True)
+        found += [entries[token].logprob for token, entries in rows]
+        found += [entry.logprob for entry in results[str(i)].outputs[0].logprobs[0].values()]
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_equals_the_twin(name, int8, tmp_path):
+    make_model(name, tmp_path, scale=0.12)
+    loaded = load_model(str(tmp_path))
+    twin = prompt_logprobs(loaded, twin_of(loaded, int8=int8), int8_kv=int8)
+    ours = prompt_logprobs(loaded, native_of(loaded, int8=int8), int8_kv=int8)
+    # Both round; where they round apart, by one step of the narrow type, the difference grows from layer to layer.
+    assert np.abs(ours - twin).mean() < 0.04 * np.abs(twin).std()
+
+
+@pytest.mark.parametrize("build", RUNNABLE)
+@pytest.mark.parametrize(("int8", "int8_kv"), [(False, True), (True, False)])
+def test_weights_and_kv_are_narrowed_apart(build, int8, int8_kv, tmp_path):
+    make_model("llama3", tmp_path, scale=0.12)
+    loaded = load_model(str(tmp_path))
+    twin = prompt_logprobs(loaded, twin_of(loaded, int8=int8), int8_kv=int8_kv)
+    ours = prompt_logprobs(loaded, native_of(loaded, int8=int8, build=build), int8_kv=int8_kv)
+    assert np.abs(ours - twin).mean() < 0.04 * np.abs(twin).std()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_lookahead_rows(int8, tmp_path):
+    """Several tokens at the end of a sequence, a logit each, beside a plain decode: the bits of one at a time."""
+    make_model("qwen3", tmp_path)
+    loaded = load_model(str(tmp_path))
+    model = native_of(loaded, int8=int8)
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(3, VOCAB, (2, 90)).astype(np.int32)
+    tables = rng.permutation(12).astype(np.int32).reshape(2, 6)
+
+    def fresh():
+        return make_backend(model, 12, 0, 16, int8, 2)
+
+    def forward(backend, runs):
+        """runs: (row, first position, count)."""
+        positions = np.concatenate([np.arange(p, p + n) for _, p, n in runs]).astype(np.int32)
+        rows = np.repeat([r for r, _, _ in runs], [n for _, _, n in runs]).astype(np.int32)
+        counts = np.array([n for _, _, n in runs], dtype=np.int32)
+        starts = (np.cumsum(counts) - counts).astype(np.int32)
+        engine = backend._engine  # the backend keeps its memory
+        engine.forward(tokens[rows, positions], positions, rows, tables, starts, counts, 2)
+        out = np.empty((len(rows), VOCAB), dtype=np.float32)
+        every = np.arange(len(rows), dtype=np.int32)
+        best = engine.logits(every, every, out, 2)
+        assert (best == out.argmax(axis=1)).all()
+        return out
+
+    one_by_one = fresh()
+    forward(one_by_one, [(0, 0, 70), (1, 0, 33)])
+    expected = [forward(one_by_one, [(0, p, 1)]) for p in range(70, 76)]
+    neighbour = forward(one_by_one, [(1, 33, 1)])
+    together = fresh()
+    forward(together, [(1, 0, 33)])
+    forward(together, [(0, 0, 70)])
+    got = forward(together, [(0, 70, 6), (1, 33, 1)])
+    assert np.array_equal(got, np.concatenate([*expected, neighbour]))
+
+
+def test_swapping_and_copying_moves_whole_blocks(tmp_path):
+    make_model("llama2", tmp_path)
+    loaded = load_model(str(tmp_path))
+    backend = make_backend(native_of(loaded, int8=True), 4, 3, 16, True, 1)
+    pool = backend._storage.pool
+    for block in range(4):
+        pool[:, block] = block + 1
+
+    class Plan:
+        blocks_to_swap_out = ((0, 2), (1, 0))
+        blocks_to_swap_in = ((2, 3),)
+        blocks_to_copy = ((3, 1),)
+
+    backend.move_blocks(Plan)
+    assert [int(pool[0, block, 0]) for block in range(4)] == [1, 1, 3, 1]
+    assert (pool == pool[:1, :, :1]).all()
+
+
+def test_sizes_that_are_refused():
+    import dataclasses
+
+    from treadle.models.config import ModelConfig, RopeConfig
+
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=130, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, max_position_embeddings=16,
+        tie_word_embeddings=True, rope=RopeConfig(),
+    )  # fmt: skip
+    assert "65 query heads share a KV head" in why_not_native(config)
+    assert "head_dim is 320" in why_not_native(dataclasses.replace(config, num_attention_heads=2, head_dim=320))
+    assert why_not_native(dataclasses.replace(config, num_attention_heads=128)) is None
