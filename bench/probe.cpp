@@ -37,7 +37,7 @@ int main() {
     }
   });
   std::printf("{\"read_gb_per_s\": %.1f", size / read / 1e9);
-  const int64_t rounds = 20000000;
+  const int64_t rounds = 3000000;
 #if defined(__AVX512BF16__)
   const double bf16 = best_of(3, [&] {
 #pragma omp parallel

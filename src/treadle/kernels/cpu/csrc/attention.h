@@ -64,18 +64,21 @@ struct AttentionScratch {
 template <int R>
 inline void scores_of(const KVCache& kv, char* const* cells, const AttentionScratch& s, int row, float* scores) {
   constexpr int N = ATTENTION_CELLS * CELL_V;
+  const int dim = kv.dim;
   for (int first = 0; first < CELLS; first += ATTENTION_CELLS) {
+    const char* keys_at[N];
+    for (int v = 0; v < N; ++v) keys_at[v] = cells[first + v / CELL_V] + v % CELL_V * W * 4;
     vf out[R][N];
     if (kv.is_int8) {
       vi sums[R][N];
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < N; ++v) sums[r][v] = set1_int(s.corrections[row + r]);
-      for (int d = 0; d < kv.dim; d += 4) {
+      const int8_t* queries = s.bytes + row * dim;
+      for (int d = 0; d < dim; d += 4) {
         w4 keys[N];
-        for (int v = 0; v < N; ++v)
-          keys[v] = load_w4(cells[first + v / CELL_V] + d * CELL + v % CELL_V * W * 4);
+        for (int v = 0; v < N; ++v) keys[v] = load_w4(keys_at[v] + d * CELL);
         for (int r = 0; r < R; ++r)
-          for (int v = 0; v < N; ++v) sums[r][v] = dot4(sums[r][v], keys[v], s.bytes + (row + r) * kv.dim + d);
+          for (int v = 0; v < N; ++v) sums[r][v] = dot4(sums[r][v], keys[v], queries + r * dim + d);
       }
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < N; ++v) {
@@ -85,12 +88,12 @@ inline void scores_of(const KVCache& kv, char* const* cells, const AttentionScra
     } else {
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < N; ++v) out[r][v] = zero();
-      for (int d = 0; d < kv.dim; d += 2) {
+      const act* queries = s.narrow + row * dim;
+      for (int d = 0; d < dim; d += 2) {
         w2 keys[N];
-        for (int v = 0; v < N; ++v)
-          keys[v] = load_w2(reinterpret_cast<bf16*>(cells[first + v / CELL_V]) + d * CELL + v % CELL_V * W * 2);
+        for (int v = 0; v < N; ++v) keys[v] = load_w2(reinterpret_cast<const bf16*>(keys_at[v]) + d * CELL);
         for (int r = 0; r < R; ++r)
-          for (int v = 0; v < N; ++v) out[r][v] = dot2(out[r][v], keys[v], s.narrow + (row + r) * kv.dim + d);
+          for (int v = 0; v < N; ++v) out[r][v] = dot2(out[r][v], keys[v], queries + r * dim + d);
       }
     }
     for (int r = 0; r < R; ++r)
@@ -106,12 +109,16 @@ inline void weigh(const bf16* const* values, int dim, int pairs, int row, int d,
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < N; ++v)
       sums[r][v] = mul(load(s.sums + (row + r) * dim + d + v * W), set1(s.decay[row + r]));
-  for (int pair = 0; pair < pairs; ++pair) {
-    const bf16* at = values[pair / (CELL / 2)] + (size_t(pair % (CELL / 2)) * dim + d) * 2;
-    w2 ws[N];
-    for (int v = 0; v < N; ++v) ws[v] = load_w2(at + v * W * 2);
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < N; ++v) sums[r][v] = dot2(sums[r][v], ws[v], s.probabilities + (row + r) * TILE + pair * 2);
+  for (int c = 0; c * (CELL / 2) < pairs; ++c) {
+    const bf16* at = values[c] + d * 2;
+    const act* p = s.probabilities + row * TILE + c * CELL;
+    const int count = std::min(CELL / 2, pairs - c * (CELL / 2));
+    for (int pair = 0; pair < count; ++pair, at += dim * 2, p += 2) {
+      w2 ws[N];
+      for (int v = 0; v < N; ++v) ws[v] = load_w2(at + v * W * 2);
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < N; ++v) sums[r][v] = dot2(sums[r][v], ws[v], p + r * TILE);
+    }
   }
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < N; ++v) store(s.sums + (row + r) * dim + d + v * W, sums[r][v]);
