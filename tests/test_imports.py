@@ -26,6 +26,7 @@ ROOMS = [
     {"compute"},
     {"build"},
     {"llm"},
+    {"server"},
     {"cli"},
     {"__main__"},
 ]

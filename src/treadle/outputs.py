@@ -1,6 +1,6 @@
 """What a caller gets back. Shapes and names are those of vLLM's RequestOutput."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +130,21 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Prompt tokens taken from the prefix cache."""
         return self.metrics.num_cached_tokens
+
+
+def merge_deltas(outputs: list[RequestOutput]) -> RequestOutput:
+    """Put consecutive outputs of one streaming request together into one."""
+    merged: dict[int, CompletionOutput] = {}
+    for output in outputs:
+        for new in output.outputs:
+            old = merged.get(new.index)
+            if old is None:
+                merged[new.index] = replace(new, token_ids=list(new.token_ids))
+                continue
+            old.text += new.text
+            old.token_ids += new.token_ids
+            if new.logprobs is not None:
+                old.logprobs = (old.logprobs or []) + new.logprobs
+            old.cumulative_logprob = new.cumulative_logprob
+            old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
+    return replace(outputs[-1], outputs=[merged[index] for index in sorted(merged)])

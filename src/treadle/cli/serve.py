@@ -1,0 +1,85 @@
+"""`treadle serve`: an OpenAI-compatible HTTP server."""
+
+import argparse
+import os
+import signal
+
+from treadle.cli.options import add_engine_options, engine_options
+from treadle.errors import ConfigError
+
+EXAMPLES = """examples:
+  treadle serve
+  treadle serve --quantization int8 --port 9000
+  curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
+       -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}'
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "serve",
+        help="answer OpenAI's API over HTTP",
+        description="Serve a model over HTTP, with OpenAI's API and vLLM's extras.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
+    )
+    group.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 for any that is free")
+    group.add_argument("--api-key", help="key that clients must send (or set TREADLE_API_KEY)")
+    group.add_argument("--served-model-name", help="what clients call the model (default: as it is given)")
+    group.add_argument(
+        "--max-body-mib", type=float, default=8.0, help="longest body of a request (default: %(default)s)"
+    )
+    group.add_argument(
+        "--shutdown-grace", type=float, default=10.0, help="seconds that requests get to end (default: %(default)s)"
+    )
+    group.add_argument("--max-num-queued-requests", type=int, help="more than this wait: 503 (default: no limit)")
+    group.add_argument("--max-num-queued-tokens", type=int, help="prompt tokens that may wait (default: no limit)")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if not 0 <= args.port < 65536:
+        raise ConfigError("--port", f"must be between 0 and 65535, got {args.port}")
+    if args.model_name is not None:
+        args.model = args.model_name
+    import uvicorn
+
+    from treadle.build import build_engine
+    from treadle.engine_config import EngineConfig
+    from treadle.server.app import create_app
+
+    config = EngineConfig(
+        **engine_options(args),
+        max_num_queued_requests=args.max_num_queued_requests,
+        max_num_queued_tokens=args.max_num_queued_tokens,
+    )
+    app = create_app(
+        build_engine(config),
+        model_name=args.served_model_name or args.model,
+        api_key=args.api_key or os.environ.get("TREADLE_API_KEY"),
+        max_body_bytes=int(args.max_body_mib * 2**20),
+        grace_s=args.shutdown_grace,
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=args.host,
+            port=args.port,
+            log_level="warning" if args.quiet else "info",
+            access_log=False,
+            timeout_graceful_shutdown=max(1, int(args.shutdown_grace) + 1),
+        )
+    )
+    # uvicorn ends by itself on these, and then raises them again: an orderly end is no error.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    server.run()
+    return 0 if server.started else 1

@@ -1,0 +1,253 @@
+"""The engine for an asyncio program: steps run in a thread, answers come as streams.
+
+The thread owns the engine: whatever touches it (adding, aborting, reading its state) is a command that runs between
+two steps. The event loop only ever waits for answers. While a step computes, the kernels hold no lock, so the loop
+goes on meanwhile (docs/decisions/015-a-thread-for-the-engine.md).
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from treadle.engine.engine import Engine
+from treadle.errors import EngineError
+from treadle.outputs import RequestOutput, merge_deltas
+from treadle.request import Request
+
+logger = logging.getLogger("treadle")
+
+T = TypeVar("T")
+
+LAGGING = 8
+"""Outputs that may wait for a slow reader before they are put together."""
+
+
+class _Command:
+    """Something to do between two steps, and who waits for it."""
+
+    def __init__(self, function: Callable[[], Any], future: "Future[Any]") -> None:
+        self._function = function
+        self._future = future
+
+    def run(self) -> None:
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            self._future.set_result(self._function())
+        except Exception as error:
+            self._future.set_exception(error)
+
+    def fail(self, error: Exception) -> None:
+        if self._future.set_running_or_notify_cancel():
+            self._future.set_exception(error)
+
+
+class RequestStream:
+    """The outputs of one request, as they come.
+
+    Leaving the iteration before its end aborts the request.
+    """
+
+    def __init__(self, engine: "AsyncEngine", request_id: str) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._pending: deque[RequestOutput] = deque()
+        self._wake = asyncio.Event()
+        self._error: EngineError | None = None
+        self._is_finished = False
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        try:
+            while True:
+                while self._pending:
+                    # A reader that lags gets the rest in one piece: what waits for it stays small.
+                    if len(self._pending) > LAGGING:
+                        outputs = list(self._pending)
+                        self._pending.clear()
+                        output = merge_deltas(outputs)
+                    else:
+                        output = self._pending.popleft()
+                    yield output
+                if self._error is not None:
+                    raise self._error
+                if self._is_finished:
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            if not self._is_finished:
+                self._engine.abort(self.request_id)
+
+    async def last(self) -> RequestOutput:
+        """The last output: the whole answer of a request that does not stream."""
+        outputs = [output async for output in self]
+        return outputs[-1]
+
+    def put(self, output: RequestOutput) -> None:
+        """Take an output (on the event loop)."""
+        self._pending.append(output)
+        self._is_finished = output.finished
+        self._wake.set()
+
+    def fail(self, error: EngineError) -> None:
+        """End with an error (on the event loop)."""
+        self._error = error
+        self._is_finished = True
+        self._wake.set()
+
+
+class AsyncEngine:
+    """Runs an engine's steps in a thread of its own.
+
+    Args:
+        engine: nobody else may touch it while this runs.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._condition = threading.Condition()
+        self._commands: list[_Command] = []
+        self._is_stopping = False
+        self._error: EngineError | None = None
+        self._streams: dict[str, RequestStream] = {}  # changed in the engine's thread only
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="treadle-engine", daemon=True)
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why the engine is dead; None while it lives."""
+        return self._error
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._streams)
+
+    def start(self) -> None:
+        """Start the thread; answers go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def add(self, requests: Sequence[Request], *, stream: bool) -> list[RequestStream]:
+        """Queue requests: all of them, or none and an error.
+
+        Args:
+            requests: with names that no unfinished request has.
+            stream: an output of what is new after every token, rather than one at the end.
+
+        Raises:
+            InvalidRequestError: one cannot be served.
+            Overloaded: the queue is full.
+            EngineError: the engine is dead or stops.
+        """
+        outputs = [RequestStream(self, request.request_id) for request in requests]
+        try:
+            await self.call(lambda: self._add(requests, outputs, stream))
+        except asyncio.CancelledError:
+            for request in requests:
+                self.abort(request.request_id)
+            raise
+        return outputs
+
+    def _add(self, requests: Sequence[Request], outputs: list[RequestStream], stream: bool) -> None:
+        added: list[Request] = []
+        try:
+            for request in requests:
+                self._engine.add_request(request, stream=stream)
+                added.append(request)
+        except Exception:
+            for request in added:
+                self._engine.abort_request(request.request_id)
+            raise
+        for output in outputs:
+            self._streams[output.request_id] = output
+
+    def abort(self, request_id: str) -> None:
+        """End a request early, soon. Unknown ids are ignored."""
+        self._submit(_Command(lambda: self._abort(request_id), Future()))
+
+    def _abort(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            self._engine.abort_request(request_id)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run `function` between two steps, in the engine's thread; returns or raises what it does."""
+        future: Future[T] = Future()
+        if not self._submit(_Command(function, future)):
+            raise self._error or EngineError("the engine has stopped")
+        return await asyncio.wrap_future(future)
+
+    async def shut_down(self, grace_s: float) -> None:
+        """Let requests end for at most `grace_s` seconds, abort what is left, and end the thread."""
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while self._streams and self._error is None and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        for request_id, stream in list(self._streams.items()):
+            stream.fail(EngineError("the server is shutting down"))
+            self.abort(request_id)
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _submit(self, command: "_Command") -> bool:
+        with self._condition:
+            if self._is_stopping or self._error is not None:
+                return False
+            self._commands.append(command)
+            self._condition.notify()
+            return True
+
+    def _run(self) -> None:
+        engine = self._engine
+        try:
+            while True:
+                with self._condition:
+                    while not (self._commands or self._is_stopping or engine.has_unfinished_requests):
+                        self._condition.wait()
+                    if self._is_stopping and not self._commands:
+                        return
+                    commands, self._commands = self._commands, []
+                for command in commands:
+                    command.run()
+                if engine.has_unfinished_requests:
+                    outputs = self._with_streams(engine.step())
+                    if outputs:
+                        self._on_loop(self._deliver, outputs)
+        except BaseException as error:
+            logger.exception("the engine's thread died")
+            with self._condition:
+                self._error = EngineError(f"the engine died: {error!r}")
+                commands, self._commands = self._commands, []
+            for stream in self._streams.values():
+                self._on_loop(stream.fail, self._error)
+            self._streams.clear()
+            # Whoever waits for a command learns of it, instead of waiting for ever.
+            for command in commands:
+                command.fail(self._error)
+
+    def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            logger.debug("the event loop has closed")
+
+    @staticmethod
+    def _deliver(outputs: list[tuple[RequestStream, RequestOutput]]) -> None:
+        for stream, output in outputs:
+            stream.put(output)
+
+    def _with_streams(self, outputs: list[RequestOutput]) -> list[tuple[RequestStream, RequestOutput]]:
+        """Each output with who waits for it; those that nobody waits for any more are dropped."""
+        found = []
+        for output in outputs:
+            streams = self._streams
+            stream = streams.pop(output.request_id, None) if output.finished else streams.get(output.request_id)
+            if stream is not None:
+                found.append((stream, output))
+        return found

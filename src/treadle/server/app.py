@@ -1,0 +1,213 @@
+"""The FastAPI application: endpoints, and errors in OpenAI's shape."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from treadle._version import __version__
+from treadle.build import BuiltEngine
+from treadle.errors import EngineError, InvalidRequestError, Overloaded
+from treadle.server.chat import Chat, render_chat
+from treadle.server.completions import Completion
+from treadle.server.guards import LimitBody, RequireKey
+from treadle.server.metrics import Metrics
+from treadle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from treadle.server.responses import JSON, error_body, sse
+from treadle.server.service import ClientGone, ModelNotFound, Service
+
+logger = logging.getLogger("treadle")
+
+RETRY_AFTER_S = 1
+
+
+def create_app(
+    built: BuiltEngine,
+    *,
+    model_name: str,
+    api_key: str | None = None,
+    max_body_bytes: int = 8 * 2**20,
+    grace_s: float = 10.0,
+) -> FastAPI:
+    """The application around an engine, which it starts and stops.
+
+    Args:
+        built: the engine and what belongs to it.
+        model_name: what clients call the model.
+        api_key: what they have to send; None for nothing.
+        max_body_bytes: longest body of a request.
+        grace_s: seconds that requests get to end when the server stops.
+    """
+    service = Service(built, model_name)
+    metrics = Metrics(built.engine.scheduler, built.engine.clock, model_name)
+    built.engine.add_observer(metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        service.is_stopping = True
+        await service.engine.shut_down(grace_s)
+
+    app = FastAPI(title="Treadle", version=__version__, lifespan=lifespan)
+    app.state.service = service
+    app.add_middleware(LimitBody, max_bytes=max_body_bytes)
+    if api_key is not None:
+        app.add_middleware(RequireKey, key=api_key)
+    _add_error_handlers(app)
+    _add_generation(app, service)
+    _add_text(app, service)
+    _add_status(app, service, metrics)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    async def respond(call: Chat | Completion, stream: bool, http: Request) -> Response:
+        streams = await call.start()
+        if not stream:
+            return JSONResponse(await call.answer(streams, http))
+        return StreamingResponse(_tell_errors(call.stream(streams)), media_type="text/event-stream")
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: ChatRequest, http: Request) -> Response:
+        return await respond(Chat(service, request), request.stream, http)
+
+    @app.post("/v1/completions")
+    async def completions(request: CompletionRequest, http: Request) -> Response:
+        return await respond(Completion(service, request), request.stream, http)
+
+
+async def _tell_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A stream that has begun cannot change its status any more: an error is told in an event of its own."""
+    try:
+        async for event in events:
+            yield event
+    except EngineError as error:
+        yield sse(error_body(str(error), "server_error", code=500))
+        yield sse("[DONE]")
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    tokenizer = service.built.tokenizer
+
+    @app.post("/tokenize")
+    async def tokenize(request: TokenizeRequest) -> JSON:
+        service.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequestError("prompt", "give exactly one of 'prompt' and 'messages'")
+        add_special_tokens = request.add_special_tokens
+        text = request.prompt
+        if text is None:
+            assert request.messages is not None
+            chat = ChatRequest(messages=request.messages, add_generation_prompt=request.add_generation_prompt)
+            text, add_special_tokens = render_chat(service, chat), False
+        ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        body: JSON = {"count": len(ids), "max_model_len": service.built.limits.max_model_len, "tokens": ids}
+        if request.return_token_strs:
+            body["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+        return body
+
+    @app.post("/detokenize")
+    async def detokenize(request: DetokenizeRequest) -> JSON:
+        service.check_model(request.model)
+        vocab_size = service.built.limits.vocab_size
+        for token_id in request.tokens:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    "tokens", f"token id {token_id} is outside the vocabulary [0, {vocab_size})"
+                )
+        return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
+
+
+def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    @app.get("/v1/models")
+    async def models() -> JSON:
+        entry = {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "treadle",
+            "max_model_len": service.built.limits.max_model_len,
+        }
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        error = service.engine.error
+        if error is None and not service.is_stopping:
+            return Response(status_code=200)
+        return PlainTextResponse(str(error or "shutting down"), status_code=503)
+
+    @app.get("/version")
+    async def version() -> JSON:
+        return {"version": __version__}
+
+    @app.get("/load")
+    async def load() -> JSON:
+        return {"server_load": service.engine.num_unfinished_requests}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+Handler = Callable[[Request, Any], Awaitable[Response]]
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    def answer(status: int, kind: str, message: str, param: str | None = None, **headers: str) -> Response:
+        return JSONResponse(error_body(message, kind, param, status), status_code=status, headers=headers or None)
+
+    async def invalid(_: Request, error: InvalidRequestError) -> Response:
+        return answer(400, "invalid_request_error", str(error), error.field)
+
+    async def malformed(http: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidRequestError):
+            return await invalid(http, cause)
+        field = ".".join(str(part) for part in first["loc"] if part != "body")
+        return answer(
+            400, "invalid_request_error", f"{field}: {first['msg']}" if field else first["msg"], field or None
+        )
+
+    async def overloaded(_: Request, error: Overloaded) -> Response:
+        return answer(503, "overloaded_error", str(error), **{"Retry-After": str(RETRY_AFTER_S)})
+
+    async def no_model(_: Request, error: ModelNotFound) -> Response:
+        return answer(404, "not_found_error", str(error), "model")
+
+    async def failed(http: Request, error: EngineError) -> Response:
+        service: Service = http.app.state.service
+        is_dead = service.engine.error is not None or service.is_stopping
+        return answer(503 if is_dead else 500, "server_error", str(error))
+
+    async def gone(_: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)
+
+    async def plain(_: Request, error: HTTPException) -> Response:
+        return answer(error.status_code, "invalid_request_error", str(error.detail))
+
+    async def unexpected(_: Request, error: Exception) -> Response:
+        logger.exception("a request failed", exc_info=error)
+        return answer(500, "server_error", "internal error; the server's log says more")
+
+    handlers: dict[type[Exception], Any] = {
+        InvalidRequestError: invalid,
+        RequestValidationError: malformed,
+        Overloaded: overloaded,
+        ModelNotFound: no_model,
+        EngineError: failed,
+        ClientGone: gone,
+        HTTPException: plain,
+        Exception: unexpected,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)

@@ -1,0 +1,136 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.requests import Request as HTTPRequest
+
+from treadle.engine.async_engine import RequestStream
+from treadle.errors import InvalidRequestError
+from treadle.outputs import CompletionOutput
+from treadle.server.protocol import ChatRequest, flatten_content
+from treadle.server.responses import JSON, chat_logprobs, error_body, finish_fields, sse, usage, usage_of
+from treadle.server.service import Service
+
+RESERVED_TEMPLATE_NAMES = {"messages", "add_generation_prompt", "bos_token", "eos_token"}
+
+
+def render_chat(service: Service, request: ChatRequest) -> str:
+    """The prompt that the model's chat template makes of the messages."""
+    template = service.built.chat_template
+    if template is None:
+        raise InvalidRequestError("messages", f"the model {service.model_name!r} has no chat template")
+    taken = RESERVED_TEMPLATE_NAMES & set(request.chat_template_kwargs)
+    if taken:
+        raise InvalidRequestError("chat_template_kwargs", f"{sorted(taken)[0]!r} is set by the server")
+    return template.render(
+        flatten_content(request.messages),
+        add_generation_prompt=request.add_generation_prompt,
+        **request.chat_template_kwargs,
+    )
+
+
+class Chat:
+    """One call of the endpoint.
+
+    Args:
+        service: the engine.
+        request: what the client sent.
+    """
+
+    def __init__(self, service: Service, request: ChatRequest) -> None:
+        service.check_model(request.model)
+        self._service = service
+        self._request = request
+        self._id = service.new_id("chatcmpl", request.request_id)
+        self._num_top = request.top_logprobs or 0
+        if request.top_logprobs is not None and not request.logprobs:
+            raise InvalidRequestError("top_logprobs", "needs logprobs=true")
+
+    async def start(self) -> list[RequestStream]:
+        """Queue the conversation."""
+        request = self._request
+        params = request.sampling_params(
+            self._service.sampling_defaults,
+            max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+            logprobs=self._num_top if request.logprobs else None,
+            n=request.n,
+        )
+        text = render_chat(self._service, request)
+        prompt = (
+            {"prompt": text} if request.cache_salt is None else {"prompt": text, "cache_salt": request.cache_salt}
+        )
+        return await self._service.start(
+            self._id,
+            [prompt],  # type: ignore[list-item]
+            params,
+            request.options(),
+            stream=request.stream,
+            add_special_tokens=False,
+        )
+
+    async def answer(self, streams: Sequence[RequestStream], http: HTTPRequest) -> JSON:
+        """The whole answer."""
+        (output,) = await self._service.finish(streams, http)
+        choices = []
+        for completion in output.outputs:
+            choice = {
+                "index": completion.index,
+                "message": {"role": "assistant", "content": completion.text},
+                "logprobs": self._logprobs(completion),
+                **finish_fields(completion),
+            }
+            if self._request.return_token_ids:
+                choice["token_ids"] = completion.token_ids
+            choices.append(choice)
+        body = {**self._body("chat.completion", choices), "usage": usage_of([output])}
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = output.prompt_token_ids
+        return body
+
+    async def stream(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
+        """The answer in server-sent events: who speaks, then a chunk per token and choice."""
+        options = self._request.stream_options
+        kind = "chat.completion.chunk"
+        num_prompt_tokens = num_tokens = num_cached = 0
+        opened: set[int] = set()
+        async for output in streams[0]:
+            if output.error is not None:
+                yield sse(error_body(output.error, "server_error", code=500))
+                break
+            num_prompt_tokens, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+            for completion in output.outputs:
+                index = completion.index
+                if index not in opened:
+                    opened.add(index)
+                    first = {"index": index, "delta": {"role": "assistant", "content": ""}}
+                    yield sse(self._body(kind, [{**first, "logprobs": None, "finish_reason": None}]))
+                num_tokens += len(completion.token_ids)
+                choice = {
+                    "index": index,
+                    "delta": {"content": completion.text},
+                    "logprobs": self._logprobs(completion),
+                    **finish_fields(completion),
+                }
+                if self._request.return_token_ids:
+                    choice["token_ids"] = completion.token_ids
+                body = self._body(kind, [choice])
+                if options is not None and options.continuous_usage_stats:
+                    body["usage"] = usage(num_prompt_tokens, num_tokens, num_cached)
+                yield sse(body)
+        else:
+            if options is not None and options.include_usage:
+                totals = usage(num_prompt_tokens, num_tokens, num_cached)
+                yield sse({**self._body(kind, []), "usage": totals})
+        yield sse("[DONE]")
+
+    def _logprobs(self, completion: CompletionOutput) -> JSON | None:
+        return chat_logprobs(completion.logprobs, self._num_top) if self._request.logprobs else None
+
+    def _body(self, kind: str, choices: list[JSON]) -> JSON:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._service.created,
+            "model": self._service.model_name,
+            "choices": choices,
+        }

@@ -1,0 +1,181 @@
+"""POST /v1/completions."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+
+from treadle.engine.async_engine import RequestStream
+from treadle.errors import InvalidRequestError
+from treadle.outputs import CompletionOutput, RequestOutput
+from treadle.server.protocol import CompletionRequest
+from treadle.server.responses import (
+    JSON,
+    completion_logprobs,
+    error_body,
+    finish_fields,
+    sse,
+    usage,
+    usage_of,
+)
+from treadle.server.service import Service, interleave
+from treadle.text.input_processor import as_prompt_list
+from treadle.text.tokenizer import Tokenizer
+
+
+class Completion:
+    """One call of the endpoint.
+
+    Args:
+        service: the engine.
+        request: what the client sent.
+    """
+
+    def __init__(self, service: Service, request: CompletionRequest) -> None:
+        service.check_model(request.model)
+        self._service = service
+        self._request = request
+        self._id = service.new_id("cmpl", request.request_id)
+        self._num_generated = request.n
+        if request.best_of is not None and request.best_of != request.n:
+            if request.best_of < request.n:
+                raise InvalidRequestError("best_of", f"must be at least n ({request.n}), got {request.best_of}")
+            if request.stream:
+                raise InvalidRequestError("best_of", "cannot be streamed: which ones are best is known at the end")
+            self._num_generated = request.best_of
+        # An echo without output: the engine generates a token, and it is not told.
+        self._tells_output = not (request.echo and request.max_tokens == 0)
+
+    async def start(self) -> list[RequestStream]:
+        """Queue the prompts."""
+        request = self._request
+        if request.echo and request.stream:
+            raise InvalidRequestError("echo", "cannot be streamed by this server")
+        needs_logprobs = request.logprobs is not None or self._num_generated != request.n
+        params = request.sampling_params(
+            self._service.sampling_defaults,
+            max_tokens=request.max_tokens if self._tells_output else 1,
+            logprobs=(request.logprobs or 0) if needs_logprobs else None,
+            n=self._num_generated,
+        )
+        if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+            params = replace(params, prompt_logprobs=request.logprobs)
+        prompts: list[Any] = list(as_prompt_list(request.prompt))
+        if request.cache_salt is not None:
+            key = "prompt" if isinstance(prompts[0], str) else "prompt_token_ids"
+            prompts = [{key: prompt, "cache_salt": request.cache_salt} for prompt in prompts]
+        return await self._service.start(
+            self._id,
+            prompts,
+            params,
+            request.options(),
+            stream=request.stream,
+            add_special_tokens=request.add_special_tokens,
+        )
+
+    async def answer(self, streams: Sequence[RequestStream], http: HTTPRequest) -> JSON:
+        """The whole answer."""
+        outputs = await self._service.finish(streams, http)
+        choices = []
+        for number, output in enumerate(outputs):
+            best = output.outputs
+            if len(best) > self._request.n:
+                best = sorted(best, key=lambda c: -(c.cumulative_logprob or 0.0) / max(1, len(c.token_ids)))
+                best = best[: self._request.n]
+            for i, completion in enumerate(best):
+                choices.append(self._choice(number * self._request.n + i, output, completion))
+        body = self._body(choices)
+        body["usage"] = usage_of(outputs)
+        if not self._tells_output:
+            body["usage"]["completion_tokens"] = 0
+            body["usage"]["total_tokens"] = body["usage"]["prompt_tokens"]
+        return body
+
+    async def stream(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
+        """The answer in server-sent events: a chunk per token and choice."""
+        options = self._request.stream_options
+        counts: dict[int, tuple[int, int, int]] = {}
+        offsets: dict[int, int] = {}
+        async for number, output in interleave(streams):
+            if output.error is not None:
+                yield sse(error_body(output.error, "server_error", code=500))
+                break
+            prompt_tokens, completion_tokens, _ = counts.get(number, (len(output.prompt_token_ids), 0, 0))
+            completion_tokens += sum(len(c.token_ids) for c in output.outputs)
+            counts[number] = (prompt_tokens, completion_tokens, output.num_cached_tokens)
+            for completion in output.outputs:
+                index = number * self._request.n + completion.index
+                choice = self._delta(index, completion, offsets.get(index, 0))
+                offsets[index] = offsets.get(index, 0) + len(completion.text)
+                body = self._body([choice])
+                if options is not None and options.continuous_usage_stats:
+                    body["usage"] = usage(*counts[number])
+                yield sse(body)
+        else:
+            if options is not None and options.include_usage:
+                totals = [sum(column) for column in zip(*counts.values(), strict=True)]
+                yield sse({**self._body([]), "usage": usage(*totals)})
+        yield sse("[DONE]")
+
+    def _delta(self, index: int, completion: CompletionOutput, offset: int) -> JSON:
+        logprobs = None
+        if self._request.logprobs is not None and completion.logprobs is not None:
+            logprobs = completion_logprobs(
+                completion.logprobs,
+                completion.token_ids,
+                self._request.logprobs,
+                self._tokenizer.token_text,
+                offset,
+            )
+        choice = {"index": index, "text": completion.text, "logprobs": logprobs, **finish_fields(completion)}
+        if self._request.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JSON:
+        request = self._request
+        told = completion if self._tells_output else CompletionOutput(completion.index, "", [], 0.0, [], "length")
+        text, token_ids, positions = told.text, list(told.token_ids), list(told.logprobs or ())
+        if request.echo:
+            text = (output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)) + text
+            token_ids = output.prompt_token_ids + token_ids
+            positions = list(output.prompt_logprobs or ()) + positions  # type: ignore[assignment]
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = completion_logprobs(positions, token_ids, request.logprobs, self._tokenizer.token_text)
+        choice: JSON = {"index": index, "text": text, "logprobs": logprobs, **finish_fields(told)}
+        if request.return_token_ids:
+            choice["token_ids"] = told.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = _vllm_prompt_logprobs(output)
+        return choice
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._service.built.tokenizer
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _body(self, choices: list[JSON]) -> JSON:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._service.created,
+            "model": self._service.model_name,
+            "choices": choices,
+        }
+
+
+def _vllm_prompt_logprobs(output: RequestOutput) -> list[JSON | None]:
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {"logprob": e.logprob, "rank": e.rank, "decoded_token": e.decoded_token}
+            for token_id, e in position.items()
+        }
+        for position in output.prompt_logprobs or ()
+    ]

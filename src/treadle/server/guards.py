@@ -1,0 +1,82 @@
+"""What stands before every endpoint: the size of bodies, and the API key.
+
+Plain ASGI, so that streams pass untouched.
+"""
+
+import json
+import secrets
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from treadle.server.responses import error_body
+
+OPEN_PATHS = frozenset({"/health"})
+
+
+async def _refuse(send: Send, status: int, message: str, kind: str) -> None:
+    body = json.dumps(error_body(message, kind, code=status)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class RequireKey:
+    """Refuses whoever does not send `Authorization: Bearer <key>`, except on OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), self._key):
+                await _refuse(send, 401, "send the server's key as 'Authorization: Bearer …'", "authentication_error")
+                return
+        await self._app(scope, receive, send)
+
+
+class LimitBody:
+    """Refuses bodies of more than `max_bytes`, announced or not."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and int(length) > self._max_bytes:
+            await self._too_large(send)
+            return
+        body, message = b"", None
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                break
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                await self._too_large(send)
+                return
+            if not message.get("more_body", False):
+                message = None
+                break
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if not given:
+                given = True
+                return message or {"type": "http.request", "body": body, "more_body": False}
+            return await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _too_large(self, send: Send) -> None:
+        message = f"the body has more than {self._max_bytes} bytes"
+        await _refuse(send, 413, message, "invalid_request_error")

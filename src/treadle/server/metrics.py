@@ -1,0 +1,177 @@
+"""Prometheus metrics: vLLM's names where the meaning is the same, `treadle:` for what vLLM does not have.
+
+An observer counts in the engine's thread, a few additions per step; a scrape reads.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from treadle.clock import Clock
+from treadle.request import Request
+from treadle.scheduler import Scheduler, StepPlan
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+
+
+class _Histogram:
+    """Counts by bucket; a value may count several times."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def family(self, name: str, text: str, model: str) -> Metric:
+        total, buckets = 0, []
+        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), total))
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([model], buckets, self._sum)
+        return family
+
+
+class Metrics(Collector):
+    """Observes the engine's steps, and tells Prometheus.
+
+    Args:
+        scheduler: of the engine.
+        clock: of the engine.
+        model_name: the label on everything.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Clock, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._scheduler = scheduler
+        self._clock = clock
+        self._model = model_name
+        self._step_start = 0.0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self._finished: Counter[str] = Counter()
+        self._preemptions: Counter[str] = Counter()
+        self._steps: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
+        self._block_moves: Counter[str] = Counter()
+        self._ttft = _Histogram(SECONDS)
+        self._itl = _Histogram(SECONDS)
+        self._e2e = _Histogram(SECONDS)
+        self._queue_time = _Histogram(SECONDS)
+        self._prompt_lengths = _Histogram(TOKENS)
+        self._output_lengths = _Histogram(TOKENS)
+        self._step_tokens = _Histogram(TOKENS)
+        self.registry.register(self)
+
+    def on_schedule(self, plan: StepPlan) -> None:
+        """Note when the step started."""
+        self._step_start = self._clock.now()
+
+    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
+        """Count the step and the requests that ended with it."""
+        num_decodes = len(plan.decode_rows)
+        self._num_prompt_tokens += sum(s.count for s in plan.sequences if s.is_prefill)
+        self._num_generated_tokens += num_decodes + sum(s.num_samples for s in plan.sequences)
+        self._step_tokens.add(plan.num_batched_tokens)
+        kind = "idle" if plan.is_empty else "mixed" if plan.sequences and num_decodes else "decode"
+        self._steps["prefill" if plan.sequences and not num_decodes else kind] += 1
+        if num_decodes:
+            # What each decoding sequence waited for this token.
+            self._itl.add(self._clock.now() - self._step_start, num_decodes)
+        for preemption in plan.preempted:
+            self._preemptions[preemption.mode.value] += 1
+        for refusal in plan.refusals:
+            self._refusals[refusal.reason.value] += 1
+        for name in ("swap_out", "swap_in", "copy"):
+            self._block_moves[name] += len(getattr(plan, f"blocks_to_{name}"))
+        for request in finished:
+            self._count_finished(request)
+
+    def _count_finished(self, request: Request) -> None:
+        metrics = request.metrics
+        reasons = {seq.finish_reason.value for seq in request.sequences if seq.finish_reason is not None}
+        self._finished[min(reasons, default="abort")] += 1
+        self._prompt_lengths.add(len(request.prompt_token_ids))
+        self._output_lengths.add(sum(seq.num_output_tokens for seq in request.sequences))
+        if metrics.time_in_queue is not None:
+            self._queue_time.add(metrics.time_in_queue)
+        if metrics.time_to_first_token is not None:
+            self._ttft.add(metrics.time_to_first_token)
+        if metrics.finished_time is not None:
+            self._e2e.add(metrics.finished_time - metrics.arrival_time)
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, for a scrape."""
+        scheduler, kv = self._scheduler, self._scheduler.kv
+        yield self._gauge("vllm:num_requests_running", "Requests in the running queue.", self._num_running())
+        yield self._gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", len(scheduler.waiting))
+        yield self._gauge("treadle:num_requests_swapped", "Requests in the host tier.", len(scheduler.swapped))
+        yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use; 1 is all of them.", kv.usage)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", kv.num_prefix_queries
+        )
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", kv.num_prefix_hits)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens computed.", self._num_prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens generated.", self._num_generated_tokens)
+        yield self._counter("vllm:num_preemptions", "Preemptions.", sum(self._preemptions.values()))
+        yield self._by("vllm:request_success", "Requests that ended, by reason.", "finished_reason", self._finished)
+        yield self._by("treadle:preemptions", "Preemptions by mode.", "mode", self._preemptions)
+        yield self._by("treadle:steps", "Steps by kind.", "kind", self._steps)
+        yield self._by(
+            "treadle:refusals", "Times that the first waiting request was refused.", "reason", self._refusals
+        )
+        yield self._by("treadle:block_moves", "Blocks swapped and copied.", "move", self._block_moves)
+        blocks = GaugeMetricFamily("treadle:kv_blocks", "KV blocks by state.", labels=["model_name", "state"])
+        pool = kv.pool
+        states = {
+            "free": pool.num_available - pool.num_cached_idle,
+            "cached": pool.num_cached_idle,
+            "referenced": pool.num_blocks - pool.num_available,
+        }
+        for state, count in states.items():
+            blocks.add_metric([self._model, state], count)
+        yield blocks
+        for name, text, histogram in (
+            ("vllm:time_to_first_token_seconds", "From arrival to the first token.", self._ttft),
+            ("vllm:inter_token_latency_seconds", "From one token of a sequence to the next.", self._itl),
+            ("vllm:e2e_request_latency_seconds", "From arrival to the end.", self._e2e),
+            ("vllm:request_queue_time_seconds", "From arrival to the first step.", self._queue_time),
+            ("vllm:request_prompt_tokens", "Length of prompts.", self._prompt_lengths),
+            ("vllm:request_generation_tokens", "Length of outputs.", self._output_lengths),
+            ("vllm:iteration_tokens_total", "Tokens that a step computes.", self._step_tokens),
+        ):
+            yield histogram.family(name, text, self._model)
+
+    def _num_running(self) -> int:
+        scheduler = self._scheduler
+        return scheduler.num_unfinished_requests - len(scheduler.waiting) - len(scheduler.swapped)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _by(self, name: str, text: str, label: str, counts: Counter[str]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name", label])
+        for key, count in list(counts.items()):
+            family.add_metric([self._model, key], count)
+        return family

@@ -1,0 +1,222 @@
+"""What requests look like: OpenAI's fields, and vLLM's beyond them.
+
+Types are checked here; values by SamplingParams and the engine, whose errors name the field. Fields that would
+change the answer and are not supported are refused; others that nobody knows are ignored, and logged.
+"""
+
+import logging
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from treadle.errors import InvalidRequestError
+from treadle.sampling_params import SamplingParams
+from treadle.text.input_processor import RequestOptions
+
+logger = logging.getLogger("treadle")
+
+MAX_N = 128
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its deltas."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What /v1/completions and /v1/chat/completions have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    # A field that is here and has a value other than these is refused.
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "response_format": (None, {"type": "text"}),
+        "structured_outputs": (None,),
+        "guided_json": (None,),
+        "guided_regex": (None,),
+        "guided_choice": (None,),
+        "guided_grammar": (None,),
+        "lora_request": (None,),
+        "prompt_embeds": (None,),
+        "truncate_prompt_tokens": (None,),
+        "logits_processors": (None, []),
+    }
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    request_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool = False
+    # Treadle's.
+    tenant: str | None = None
+    deadline_s: float | None = None
+
+    @model_validator(mode="after")
+    def _look_at_other_fields(self) -> "GenerationRequest":
+        unknown = []
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.unsupported:
+                unknown.append(name)
+            elif value not in self.unsupported[name]:
+                raise InvalidRequestError(name, "is not supported by this server")
+        if unknown:
+            logger.info("fields that are not known here were ignored: %s", ", ".join(sorted(unknown)[:20]))
+        return self
+
+    def options(self) -> RequestOptions:
+        """How the request is to be scheduled."""
+        return RequestOptions(
+            priority=self.priority, tenant=self.tenant or self.user or "", deadline_s=self.deadline_s
+        )
+
+    def sampling_params(
+        self, defaults: dict[str, Any], *, max_tokens: int | None, logprobs: int | None, n: int
+    ) -> SamplingParams:
+        """The same for the engine.
+
+        Args:
+            defaults: what the model asks for, where the request says nothing.
+            max_tokens: None for what is left of the model's length.
+            logprobs: how many, None for none.
+            n: sequences to generate.
+        """
+        if not 1 <= n <= MAX_N:
+            raise InvalidRequestError("n", f"must be between 1 and {MAX_N}, got {n}")
+        chosen = {
+            name: value
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options", "is only for stream=true")
+        return SamplingParams(
+            **{**defaults, **chosen},
+            n=n,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            seed=self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_token_numbers(self.logit_bias),
+            allowed_token_ids=self.allowed_token_ids,
+            use_beam_search=self.use_beam_search,
+            length_penalty=self.length_penalty,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**GenerationRequest.unsupported, "suffix": (None, "")}
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+    logprobs: int | None = None
+    echo: bool = False
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationRequest.unsupported,
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "audio": (None,),
+        "modalities": (None, ["text"]),
+        "documents": (None, []),
+    }
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def flatten_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose content is text, also where it was given as a list of parts."""
+    flat = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if message.get("tool_calls") or message.get("role") in ("tool", "function"):
+            raise InvalidRequestError(f"messages[{i}]", "tool calls are not supported by this server")
+        if isinstance(content, list):
+            texts = []
+            for part in content:
+                if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    kind = part.get("type") if isinstance(part, dict) else part
+                    raise InvalidRequestError(
+                        f"messages[{i}].content", f"only parts of type 'text' are supported, got {kind!r}"
+                    )
+                texts.append(part["text"])
+            message = {**message, "content": "\n".join(texts)}
+        flat.append(message)
+    return flat
+
+
+def _token_numbers(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except ValueError:
+        raise InvalidRequestError("logit_bias", "its keys must be token ids") from None

@@ -1,0 +1,106 @@
+"""Answers in OpenAI's shapes."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from treadle.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have; vLLM's number."""
+
+JSON = dict[str, Any]
+
+
+def sse(data: JSON | str) -> bytes:
+    """One server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> JSON:
+    """The `usage` object."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def usage_of(outputs: Iterable[RequestOutput]) -> JSON:
+    """The `usage` of finished, not streamed requests."""
+    outputs = list(outputs)
+    return usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+        sum(output.num_cached_tokens for output in outputs),
+    )
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | int | None = None) -> JSON:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs] | None, num_top: int) -> JSON | None:
+    """The chat dialect: {"content": [{token, logprob, bytes, top_logprobs}]}."""
+    if positions is None:
+        return None
+    content = []
+    for position in positions:
+        own = next(iter(position.values()))
+        top = [entry for entry in position.values() if entry.rank <= num_top]
+        top.sort(key=lambda entry: entry.rank)
+        content.append({**_chat_token(own), "top_logprobs": [_chat_token(entry) for entry in top[:num_top]]})
+    return {"content": content}
+
+
+def completion_logprobs(
+    positions: Sequence[PositionLogprobs | None],
+    token_ids: Sequence[int],
+    num_top: int,
+    token_text: Callable[[int], str],
+    offset: int = 0,
+) -> JSON:
+    """The completions dialect: parallel lists of tokens, their log-probabilities, the best ones, text offsets.
+
+    Args:
+        positions: one per token; None where there is none (the first of an echoed prompt).
+        token_ids: the tokens.
+        num_top: how many of the best were asked for.
+        token_text: the text of a token.
+        offset: of the first token in the text.
+    """
+    found: JSON = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for token_id, position in zip(token_ids, positions, strict=True):
+        text, logprob, top = token_text(token_id), None, None
+        if position is not None:
+            own = position[token_id]
+            logprob = _finite(own.logprob)
+            top = {
+                entry.decoded_token: _finite(entry.logprob)
+                for entry in position.values()
+                if entry.rank <= max(num_top, 1) or entry is own
+            }
+        found["tokens"].append(text)
+        found["token_logprobs"].append(logprob)
+        found["top_logprobs"].append(top if num_top else None)
+        found["text_offset"].append(offset)
+        offset += len(text)
+    return found
+
+
+def finish_fields(completion: CompletionOutput) -> JSON:
+    """finish_reason, and vLLM's stop_reason."""
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+def _chat_token(entry: Logprob) -> JSON:
+    text = entry.decoded_token or ""
+    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode())}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

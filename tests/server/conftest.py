@@ -1,0 +1,84 @@
+"""A server on the embedded model, in a thread, on a free port."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+
+from treadle.build import build_engine
+from treadle.engine_config import EngineConfig
+from treadle.server.app import create_app
+
+MODEL = "tiny"
+
+
+class RunningServer:
+    """An application that is served until `stop`."""
+
+    def __init__(self, *, app_options=None, **config):
+        config = {
+            "quantization": "int8", "num_kv_blocks": 400, "max_model_len": 1024, "max_num_seqs": 16,
+            "max_num_batched_tokens": 128, "log_stats_interval_s": 0, "check_invariants": True, **config,
+        }  # fmt: skip
+        self.built = build_engine(EngineConfig(**config))
+        self.app = create_app(self.built, model_name=MODEL, grace_s=5.0, **(app_options or {}))
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning"))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listener])))
+        self._thread.start()
+        deadline = time.monotonic() + 20
+        while not self.server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    @property
+    def scheduler(self):
+        return self.built.engine.scheduler
+
+    def stop(self):
+        self.server.should_exit = True
+        self._thread.join(timeout=20)
+        assert not self._thread.is_alive()
+
+    def post(self, path, body, **options):
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def wait_until_idle(self, timeout=20.0):
+        """Until no request is left; then no block may be held."""
+        deadline = time.monotonic() + timeout
+        while self.scheduler.num_unfinished_requests or self.built.engine.has_unfinished_requests:
+            assert time.monotonic() < deadline, "requests are left"
+            time.sleep(0.02)
+        kv = self.scheduler.kv
+        assert kv.num_available_blocks == kv.pool.num_blocks
+        assert kv.host_pool.num_available == kv.host_pool.num_blocks
+
+
+@contextlib.contextmanager
+def running(**options):
+    server = RunningServer(**options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def server():
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    import openai
+
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client

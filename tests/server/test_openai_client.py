@@ -1,0 +1,204 @@
+"""openai-python against the server, as people use it."""
+
+import json
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from server.conftest import MODEL
+from treadle import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "Name three colours."}]
+GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+
+
+def test_chat(client):
+    answer = client.chat.completions.create(messages=QUESTION, **GREEDY)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("stop", "length")
+    usage = answer.usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert 0 < usage.completion_tokens <= 24
+    # The same conversation again takes its blocks from the cache, and says the same.
+    again = client.chat.completions.create(messages=QUESTION, **GREEDY)
+    assert again.choices[0].message.content == choice.message.content
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Name three colours."}]}]
+    assert (
+        client.chat.completions.create(messages=parts, **GREEDY).choices[0].message.content == choice.message.content
+    )
+
+
+TEXTS = [
+    "Emoji: 😀 👩‍👩‍👧 🎉, and then",
+    "日本の首都は",
+    "One, two, three,",
+    "La nuit était",
+    "def f(x):\n",
+    "1 2 3 4 5",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("stop", [None, ["\n", "three"]])
+def test_joined_deltas_are_the_whole_text(client, text, stop):
+    options = {"prompt": text, "stop": stop, "logprobs": 2, **GREEDY}
+    whole = client.completions.create(**options)
+    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **options))
+    *chunks, last = chunks
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-1])
+    assert last.choices == []
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert last.usage.total_tokens == whole.usage.total_tokens
+    tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
+    assert tokens == whole.choices[0].logprobs.tokens
+    # A chunk per token, also for one without text yet.
+    assert len(chunks) == whole.usage.completion_tokens
+
+
+def test_streamed_chat(client):
+    whole = client.chat.completions.create(messages=QUESTION, **GREEDY)
+    chunks = list(client.chat.completions.create(messages=QUESTION, stream=True, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+
+
+def test_chat_logprobs(client):
+    answer = client.chat.completions.create(messages=QUESTION, logprobs=True, top_logprobs=3, **GREEDY)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    for position in content:
+        assert len(position.top_logprobs) == 3
+        assert position.top_logprobs[0].logprob == position.logprob  # greedy
+        assert bytes(position.bytes).decode() == position.token
+
+
+def test_several_choices(client):
+    options = {"prompt": "Once upon a time", "model": MODEL, "max_tokens": 8, "seed": 5, "temperature": 1.0}
+    answer = client.completions.create(n=3, **options)
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len(set(texts)) > 1
+    streamed = ["", "", ""]
+    for chunk in client.completions.create(n=3, stream=True, **options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+    best = client.completions.create(n=1, extra_body={"best_of": 3}, **options)
+    assert best.choices[0].text in texts
+    two = client.completions.create(n=1, **{**options, "prompt": ["Once upon a time", "The end"]})
+    assert [choice.index for choice in two.choices] == [0, 1]
+    assert two.choices[0].text == texts[0]
+
+
+def test_loglikelihood(server, client):
+    """What lm-eval does: the log-probability of a continuation, from an echoed prompt of token ids."""
+    tokenizer = server.built.tokenizer
+    ids = tokenizer.encode("The capital of France is Paris.")
+    answer = client.completions.create(
+        model=MODEL, prompt=[ids, ids[:4]], max_tokens=1, echo=True, logprobs=1, temperature=0
+    )
+    logprobs = answer.choices[0].logprobs
+    assert len(logprobs.tokens) == len(ids) + 1
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.text_offset[1] == len(logprobs.tokens[0])
+    nothing_new = client.completions.create(
+        model=MODEL, prompt=[ids], max_tokens=0, echo=True, logprobs=1, temperature=0
+    )
+    assert nothing_new.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[:-1]
+    assert nothing_new.usage.completion_tokens == 0
+    # Independently: each prefix asked for its next token.
+    for i in range(1, len(ids)):
+        one = client.completions.create(
+            model=MODEL, prompt=[ids[:i]], max_tokens=1, logprobs=1, temperature=0,
+            extra_body={"allowed_token_ids": [ids[i]]},
+        )  # fmt: skip
+        assert one.choices[0].logprobs.token_logprobs[0] == logprobs.token_logprobs[i]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "param"),
+    [
+        ({"temperature": -1}, 400, "temperature"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"n": 1000}, 400, "n"),
+        ({"logprobs": 1000}, 400, "logprobs"),
+        ({"model": "gpt-9"}, 404, "model"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [10**9]}, 400, None),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"extra_body": {"guided_json": {"type": "object"}}}, 400, "guided_json"),
+        ({"extra_body": {"best_of": 0}}, 400, "best_of"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ],
+)
+def test_errors(client, options, status, param):
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**{"prompt": "Hello", "model": MODEL, **options})
+    assert caught.value.status_code == status
+    error = caught.value.body
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_what_would_change_the_answer_is_refused(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for options in ({"tools": [tool]}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(openai.BadRequestError, match="is not supported"):
+            client.chat.completions.create(messages=QUESTION, model=MODEL, **options)
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
+    with pytest.raises(openai.BadRequestError, match="only parts of type 'text'"):
+        client.chat.completions.create(messages=image, model=MODEL)
+
+
+def test_unknown_fields_are_ignored(client):
+    answer = client.completions.create(prompt="Hello", extra_body={"no_such_field": 7}, **GREEDY)
+    assert answer.choices[0].text
+
+
+def test_models_and_text(server, client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    text = "Hello, wörld 🎉"
+    ids = server.post("/tokenize", {"prompt": text}).json()
+    assert ids["count"] == len(ids["tokens"])
+    assert server.post("/detokenize", {"tokens": ids["tokens"]}).json() == {"prompt": text}
+    chat = server.post("/tokenize", {"messages": QUESTION}).json()
+    assert chat["count"] == client.chat.completions.create(messages=QUESTION, **GREEDY).usage.prompt_tokens
+
+
+def test_the_answer_is_the_engines(server, client, embedded_model):
+    """Bit for bit what the offline API says, whatever else is served."""
+    from treadle import LLM
+
+    llm = LLM(quantization="int8", num_kv_blocks=100, max_model_len=512, log_stats_interval_s=0)
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=16, logprobs=0)
+    (expected,) = llm.generate("The sea was", params, use_tqdm=False)
+    answer = client.completions.create(
+        model=MODEL, prompt="The sea was", temperature=0.9, seed=3, max_tokens=16, logprobs=0
+    )
+    assert answer.choices[0].text == expected.outputs[0].text
+    offline = [next(iter(position.values())).logprob for position in expected.outputs[0].logprobs]
+    assert answer.choices[0].logprobs.token_logprobs == offline
+    assert np.isfinite(offline).all()
+
+
+def test_raw_events(server):
+    body = {"messages": QUESTION, "stream": True, "max_tokens": 4, "temperature": 0}
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=60) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[0][6:])["object"] == "chat.completion.chunk"
