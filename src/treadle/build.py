@@ -79,6 +79,8 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     loaded = load_model(config.model)
     model_config = loaded.config
     compute = choose_compute(config, model_config)
+    if compute.library is None and config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     max_model_len, reason = _max_model_len(config, model_config)
     model = _load_weights(loaded, compute, max_model_len, on_progress)
     block_bytes = compute.block_bytes(model_config, config.block_size)

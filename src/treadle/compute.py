@@ -69,6 +69,8 @@ def choose_compute(config: EngineConfig, model: ModelConfig) -> Compute:
             else "cannot be had with dtype float32, which plain torch computes"
         )
         raise ConfigError("cpu_kernels", f"{config.cpu_kernels} {reason}; leave it at auto")
+    if library is None and int8_weights:
+        logger.warning("int8 without the native kernels is only shown, not computed: expect it to be slow")
     dtype = _dtype(config.dtype, device, native=library is not None, int8=int8_weights or int8_kv)
     if library is None and config.kv_cache_dtype == "bfloat16" and dtype != torch.bfloat16:
         raise ConfigError("kv_cache_dtype", "bfloat16 beside dtype float32 needs the native CPU kernels")

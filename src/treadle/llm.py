@@ -65,8 +65,8 @@ class LLM:
         model: the embedded model's name, a folder in Hugging Face layout, a .gguf file, or a hub id.
         on_progress: called with a number from 0 to 1 while weights are read.
         options: the other fields of `EngineConfig`: max_num_seqs, max_num_batched_tokens, block_size,
-            num_kv_blocks or kv_cache_memory, max_model_len, dtype, device, enable_prefix_caching,
-            scheduler, seed, …
+            num_kv_blocks or kv_cache_memory, max_model_len, dtype, quantization, device,
+            enable_prefix_caching, scheduler, seed, …
 
     Raises:
         ModelLoadError: the model cannot be found or read.

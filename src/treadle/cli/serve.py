@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+from typing import Any
 
 from treadle.cli.options import add_engine_options, engine_options
 from treadle.errors import ConfigError
@@ -68,7 +69,13 @@ def run(args: argparse.Namespace) -> int:
         max_body_bytes=int(args.max_body_mib * 2**20),
         grace_s=args.shutdown_grace,
     )
-    server = uvicorn.Server(
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, *args: Any) -> None:
+            app.state.service.is_stopping = True  # new requests are refused from now on
+            super().handle_exit(*args)
+
+    server = Server(
         uvicorn.Config(
             app,
             host=args.host,

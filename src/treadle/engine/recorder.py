@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from treadle.clock import Clock
-from treadle.engine.step_record import StepRecord, describe_finished, describe_plan
+from treadle.engine.step_record import StepDescriber, StepRecord
 from treadle.errors import ConfigError
 from treadle.request import Request
 from treadle.scheduler import Scheduler, StepPlan
@@ -42,11 +42,7 @@ class StepRecorder:
             raise ConfigError("record", f"{path} cannot be written ({error})") from error
         # An engine has no end of its own: the file is finished with the recorder, or with the program.
         self.close = weakref.finalize(self, self._file.close)
-        self._scheduler = scheduler
-        self._clock = clock
-        self._known: set[str] = set()
-        self._start = 0.0
-        self._record: StepRecord = {}
+        self._describer = StepDescriber(scheduler, clock)
         kv = scheduler.kv
         self._write(
             {
@@ -60,15 +56,11 @@ class StepRecorder:
 
     def on_schedule(self, plan: StepPlan) -> None:
         """Describe the step before it runs."""
-        self._start = self._clock.now()
-        self._record = describe_plan(plan, self._scheduler, self._known)
+        self._describer.begin(plan)
 
     def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
         """Add what came of it, and write the line."""
-        self._record["finished"] = describe_finished(finished)
-        self._record["time"] = self._start
-        self._record["duration"] = self._clock.now() - self._start
-        self._write(self._record)
+        self._write(self._describer.end(finished))
 
     def _write(self, record: StepRecord) -> None:
         self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")

@@ -19,10 +19,40 @@ A record is a mapping::
 from collections.abc import Iterable
 from typing import Any
 
+from treadle.clock import Clock
 from treadle.request import Request
 from treadle.scheduler import Scheduler, StepPlan
 
 StepRecord = dict[str, Any]
+
+
+class StepDescriber:
+    """Makes the records of consecutive steps.
+
+    Args:
+        scheduler: that plans them.
+        clock: of the engine.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._known: set[str] = set()
+        self._record: StepRecord = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        """Describe a step before it runs."""
+        start = self._clock.now()
+        self._record = describe_plan(plan, self._scheduler, self._known)
+        self._record["time"] = start
+
+    def end(self, finished: Iterable[Request]) -> StepRecord:
+        """The record, with what came of the step."""
+        record = self._record
+        record["finished"] = describe_finished(finished)
+        record["duration"] = self._clock.now() - record["time"]
+        self._known.difference_update(record["finished"])
+        return record
 
 
 def describe_plan(plan: StepPlan, scheduler: Scheduler, known: set[str]) -> StepRecord:

@@ -14,7 +14,6 @@ from treadle.runner.native_sampling import NativeSampling
 from treadle.runner.sampler import Sampler
 from treadle.scheduler import StepPlan
 
-
 NO_LOGITS = torch.empty(0, 0)
 
 

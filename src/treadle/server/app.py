@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,9 +14,11 @@ from starlette.exceptions import HTTPException
 
 from treadle._version import __version__
 from treadle.build import BuiltEngine
+from treadle.engine.state_record import describe_state
 from treadle.errors import EngineError, InvalidRequestError, Overloaded
 from treadle.server.chat import Chat, render_chat
 from treadle.server.completions import Completion
+from treadle.server.feed import StepFeed
 from treadle.server.guards import LimitBody, RequireKey
 from treadle.server.metrics import Metrics
 from treadle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -47,7 +49,9 @@ def create_app(
     """
     service = Service(built, model_name)
     metrics = Metrics(built.engine.scheduler, built.engine.clock, model_name)
+    feed = StepFeed(built.engine.scheduler, built.engine.clock)
     built.engine.add_observer(metrics)
+    built.engine.add_observer(feed)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -65,6 +69,7 @@ def create_app(
     _add_generation(app, service)
     _add_text(app, service)
     _add_status(app, service, metrics)
+    _add_scheduler(app, service, feed)
     return app
 
 
@@ -158,7 +163,20 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-Handler = Callable[[Request, Any], Awaitable[Response]]
+def _add_scheduler(app: FastAPI, service: Service, feed: StepFeed) -> None:
+    engine = service.built.engine
+
+    @app.get("/scheduler/state")
+    async def state() -> JSON:
+        return await service.engine.call(lambda: describe_state(engine.scheduler, engine.clock.now()))
+
+    @app.get("/scheduler/steps")
+    async def steps() -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            async for record in feed.follow(lambda: service.is_stopping):
+                yield b": nothing new\n\n" if record is None else sse(record)
+
+        return StreamingResponse(events(), media_type="text/event-stream")
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -33,13 +33,9 @@ inline void narrow_group(const Activations& x, int row, int g, const float* valu
     sum = add_int(sum, q);
     store_int8(out + i, q);
   }
-  alignas(64) int32_t sums[W];
-  store_int(sums, sum);
-  int32_t total = 0;
-  for (int i = 0; i < W; ++i) total += sums[i];
   const size_t at = size_t(row) * (x.k / GROUP) + g;
   x.scales[at] = top / 127.0f;
-  x.corrections[at] = -WEIGHT_BIAS * total;
+  x.corrections[at] = -WEIGHT_BIAS * reduce_add_int(sum);
 }
 
 // Rows of floats [rows, k] → activations. Work-shared among the threads of a team.

@@ -18,6 +18,7 @@ constexpr int TILE = 64;        // tokens of context that are looked at together
 constexpr int CELLS = TILE / CELL;
 constexpr int MAX_ROWS = 64;    // rows of a work item
 constexpr int MAX_TOKENS = 16;  // tokens of a work item
+constexpr float PROBABILITY_STEPS = 127 * 128;
 constexpr int CELL_V = CELL / W;  // vectors across a cell's tokens
 
 #if defined(__AVX512F__)
@@ -53,9 +54,12 @@ struct AttentionScratch {
   float scales[MAX_ROWS];
   int32_t corrections[MAX_ROWS];
   alignas(64) float scores[MAX_ROWS * TILE];
-  alignas(64) act probabilities[MAX_ROWS * TILE];
+  alignas(64) act probabilities[MAX_ROWS * TILE];  // with bfloat16 values
+  alignas(64) int8_t high[MAX_ROWS * TILE], low[MAX_ROWS * TILE];  // with int8 values: 128 × high + low
+  int32_t high_correction[MAX_ROWS], low_correction[MAX_ROWS];
+  float probability_scale[MAX_ROWS];
   alignas(64) float sums[MAX_ROWS * MAX_DIM];
-  alignas(64) bf16 values[TILE * MAX_DIM];
+  alignas(64) bf16 values[CELL * MAX_DIM];
   alignas(64) char cells[CELLS][2 * CELL * MAX_DIM * 2 + 2 * CELL * 4];
   float highest[MAX_ROWS], total[MAX_ROWS], decay[MAX_ROWS];
 };
@@ -124,6 +128,42 @@ inline void weigh(const bf16* const* values, int dim, int pairs, int row, int d,
     for (int v = 0; v < N; ++v) store(s.sums + (row + r) * dim + d + v * W, sums[r][v]);
 }
 
+// The same with int8 values [4][dim][4] per cell. Probabilities, times the values' scales, are integers of 14 bits in two
+// halves of 7, relative to the largest of the row in this tile: one half alone would round small ones beside a large
+// one to nothing. Two exact integer products give each sum.
+template <int R, int N>
+inline void weigh_int8(const KVCache& kv, char* const* cells, int quads, int row, int d, AttentionScratch& s) {
+  const int dim = kv.dim;
+  vi high[R][N], low[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < N; ++v) {
+      high[r][v] = set1_int(s.high_correction[row + r]);
+      low[r][v] = set1_int(s.low_correction[row + r]);
+    }
+  for (int c = 0; c * (CELL / 4) < quads; ++c) {
+    const int8_t* at = kv.values8(cells[c]) + d * 4;
+    const int count = std::min(CELL / 4, quads - c * (CELL / 4));
+    for (int quad = 0; quad < count; ++quad, at += dim * 4) {
+      w4 ws[N];
+      for (int v = 0; v < N; ++v) ws[v] = load_w4(at + v * W * 4);
+      for (int r = 0; r < R; ++r) {
+        const int p = (row + r) * TILE + c * CELL + quad * 4;
+        for (int v = 0; v < N; ++v) high[r][v] = dot4(high[r][v], ws[v], s.high + p);
+        for (int v = 0; v < N; ++v) low[r][v] = dot4(low[r][v], ws[v], s.low + p);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < N; ++v) {
+      float* sum = s.sums + (row + r) * dim + d + v * W;
+      const vf total = to_float(add_int(shift_left_7(high[r][v]), low[r][v]));
+      store(sum, fma(total, set1(s.probability_scale[row + r]), mul(load(sum), set1(s.decay[row + r]))));
+    }
+}
+
+// How many vectors of a row `weigh_int8` takes at once: two sums for each must fit the registers.
+constexpr int int8_vectors(int rows) { return ATTENTION_V == 4 && rows <= 3 ? 4 : ATTENTION_V == 4 ? 2 : 1; }
+
 template <class Run>
 inline void for_row_tiles(int rows, const Run& run) {
   const int tiles = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
@@ -143,29 +183,72 @@ inline void for_row_tiles(int rows, const Run& run) {
 }
 
 // Scores of a tile → probabilities relative to the highest score so far; the sums' decay is noted.
-// visible: how many of the tile's tokens the row may see. value_scales: [64], or null.
+// visible: how many of the tile's tokens the row may see. value_scales: [64] with int8 values, else null.
 inline void soften(AttentionScratch& s, int row, int visible, const float* value_scales) {
   constexpr int N = TILE / W;
-  vf scores[N];
-  vf top = set1(-std::numeric_limits<float>::infinity());
+  constexpr float never = -std::numeric_limits<float>::infinity();
+  vf p[N];
+  vf top = set1(never);
   for (int v = 0; v < N; ++v) {
-    scores[v] = keep_first(load(s.scores + row * TILE + v * W), visible - v * W, -std::numeric_limits<float>::infinity());
-    top = max(top, scores[v]);
+    p[v] = keep_first(load(s.scores + row * TILE + v * W), visible - v * W, never);
+    top = max(top, p[v]);
   }
   const float highest = std::fmax(s.highest[row], reduce_max(top));
   alignas(64) float decay[W];
   store(decay, exp2(set1(s.highest[row] - highest)));
   vf sum = zero();
   for (int v = 0; v < N; ++v) {
-    vf p = keep_first(exp2(sub(scores[v], set1(highest))), visible - v * W, 0.0f);
-    sum = add(sum, p);
-    if (value_scales) p = keep_first(mul(p, load(value_scales + v * W)), visible - v * W, 0.0f);
-    store_act(s.probabilities + row * TILE + v * W, p);
+    p[v] = keep_first(exp2(sub(p[v], set1(highest))), visible - v * W, 0.0f);
+    sum = add(sum, p[v]);
   }
   s.decay[row] = decay[0];
   s.total[row] = __builtin_fmaf(s.total[row], decay[0], reduce_add(sum));
   s.highest[row] = highest;
+  if (!value_scales) {
+    for (int v = 0; v < N; ++v) store_act(s.probabilities + row * TILE + v * W, p[v]);
+    return;
+  }
+  vf largest = zero();
+  for (int v = 0; v < N; ++v) {
+    p[v] = keep_first(mul(p[v], load(value_scales + v * W)), visible - v * W, 0.0f);
+    largest = max(largest, p[v]);
+  }
+  const float most = reduce_max(largest);
+  const vf inverse = set1(most > 0.0f ? PROBABILITY_STEPS / most : 0.0f);
+  vi high_sum = set1_int(0), low_sum = set1_int(0);
+  for (int v = 0; v < N; ++v) {
+    const vi q = to_int(mul(p[v], inverse)), high = shift_right_7(q), low = last_7(q);
+    high_sum = add_int(high_sum, high);
+    low_sum = add_int(low_sum, low);
+    store_int8(s.high + row * TILE + v * W, high);
+    store_int8(s.low + row * TILE + v * W, low);
+  }
+  s.high_correction[row] = -WEIGHT_BIAS * reduce_add_int(high_sum);
+  s.low_correction[row] = -WEIGHT_BIAS * reduce_add_int(low_sum);
+  s.probability_scale[row] = most / PROBABILITY_STEPS;
 }
+
+// The cells of a sequence one after the other, without a division for each.
+class CellWalk {
+ public:
+  CellWalk(const KVCache& kv, int layer, int head, const int32_t* table)
+      : base_(kv.cell(layer, 0, head, 0)), block_bytes_(kv.block_bytes()), cell_bytes_(kv.cell_bytes()),
+        cells_(int(kv.cells_per_block())), table_(table) {}
+  char* next() {
+    char* cell = base_ + *table_ * block_bytes_ + at_ * cell_bytes_;
+    if (++at_ == cells_) {
+      at_ = 0;
+      ++table_;
+    }
+    return cell;
+  }
+
+ private:
+  char* base_;
+  int64_t block_bytes_, cell_bytes_;
+  int cells_, at_ = 0;
+  const int32_t* table_;
+};
 
 inline void attend(const AttentionLayer& layer, const AttentionItem& item, AttentionScratch& s) {
   const KVCache& kv = layer.kv;
@@ -185,6 +268,7 @@ inline void attend(const AttentionLayer& layer, const AttentionItem& item, Atten
     s.total[r] = 0.0f;
   }
   std::memset(s.sums, 0, size_t(rows) * dim * sizeof(float));
+  CellWalk walk(kv, layer.layer, item.head, table);
   for (int start = 0; start < end; start += TILE) {
     const int written = std::min(TILE, end - start);
     char* cells[CELLS];
@@ -193,7 +277,7 @@ inline void attend(const AttentionLayer& layer, const AttentionItem& item, Atten
       if (position >= end) {
         cells[c] = cells[0];  // nobody sees it
       } else if (kv.block_size % CELL == 0) {
-        cells[c] = kv.cell(layer.layer, table[position / kv.block_size], item.head, position % kv.block_size);
+        cells[c] = walk.next();
       } else {
         cells[c] = s.cells[c];
         for (int i = position; i < std::min(position + CELL, end); ++i) {
@@ -211,20 +295,19 @@ inline void attend(const AttentionLayer& layer, const AttentionItem& item, Atten
       for (int c = 0; c < CELLS; ++c) std::memcpy(value_scales + c * CELL, kv.value_scales(cells[c]), CELL * 4);
     for (int r = 0; r < rows; ++r)
       soften(s, r, item.position + r / group + 1 - start, kv.is_int8 ? value_scales : nullptr);
-    // Values in pairs of tokens. A lone last token gets zeros for its partner, whose slot may hold anything.
-    const bf16* values[CELLS];
-    const int pairs = (written + 1) / 2;
-    for (int c = 0; c < CELLS; ++c) values[c] = kv.is_int8 ? s.values + c * CELL * dim : kv.values(cells[c]);
     if (kv.is_int8) {
-      for (int p = 0; p < pairs; ++p) {
-        const int8_t* even = kv.values8(cells[p * 2 / CELL]) + size_t(p * 2 % CELL) * dim;
-        bf16* to = s.values + size_t(p) * 2 * dim;
-        for (int d = 0; d < dim; d += W) {
-          const vf odd = p * 2 + 1 < written ? load_int8(even + dim + d) : zero();
-          store_int(to + d * 2, pair_up(load_int8(even + d), odd));
-        }
-      }
-    } else if (written % 2) {
+      for_row_tiles(rows, [&](int row, auto count) {
+        constexpr int R = decltype(count)::value, N = int8_vectors(R);
+        int d = 0;
+        for (; d + N * W <= dim; d += N * W) weigh_int8<R, N>(kv, cells, (written + 3) / 4, row, d, s);
+        for (; d < dim; d += W) weigh_int8<R, 1>(kv, cells, (written + 3) / 4, row, d, s);
+      });
+      continue;
+    }
+    // A lone last token gets zeros for its partner in the pair, whose slot may hold anything.
+    const bf16* values[CELLS];
+    for (int c = 0; c < CELLS; ++c) values[c] = kv.values(cells[c]);
+    if (written % 2) {
       const int c = written / CELL;
       const int whole = written % CELL / 2;  // pairs before the last
       std::memcpy(s.values, values[c], size_t(whole) * dim * 2 * sizeof(bf16));
@@ -234,10 +317,10 @@ inline void attend(const AttentionLayer& layer, const AttentionItem& item, Atten
       values[c] = s.values;
     }
     for_row_tiles(rows, [&](int row, auto count) {
-      constexpr int R = decltype(count)::value;
+      constexpr int R = decltype(count)::value, N = ATTENTION_V;
       int d = 0;
-      for (; d + ATTENTION_V * W <= dim; d += ATTENTION_V * W) weigh<R, ATTENTION_V>(values, dim, pairs, row, d, s);
-      for (; d < dim; d += W) weigh<R, 1>(values, dim, pairs, row, d, s);
+      for (; d + N * W <= dim; d += N * W) weigh<R, N>(values, dim, (written + 1) / 2, row, d, s);
+      for (; d < dim; d += W) weigh<R, 1>(values, dim, (written + 1) / 2, row, d, s);
     });
   }
   for (int r = 0; r < rows; ++r) {

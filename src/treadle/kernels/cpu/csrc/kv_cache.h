@@ -2,7 +2,7 @@
 //
 // A block holds, for each layer and KV head, cells of 16 tokens. A cell is laid out as attention reads it:
 //   keys    as the panel of a matrix product whose columns are the 16 tokens: int8 [D/4][16][4], bf16 [D/2][16][2]
-//   values  int8 [16][D]; bf16 in pairs of tokens [8][D][2]
+//   values  as one whose inputs are the tokens: int8 [4][D][4], bf16 [8][D][2]
 //   scales  int8 only: float [16] for keys, [16] for values, one per token and head
 // D is head_dim padded to a multiple of 16 with zeros. A block that is no multiple of 16 tokens is padded to it.
 #pragma once
@@ -49,15 +49,16 @@ inline void store_token(const KVCache& kv, char* cell, int lane, const float* ke
     return;
   }
   int8_t* keys = reinterpret_cast<int8_t*>(cell);
-  int8_t* values = kv.values8(cell) + size_t(lane) * kv.dim;
+  int8_t* values = kv.values8(cell) + size_t(lane / 4) * kv.dim * 4 + lane % 4;
   const float top_key = largest_magnitude(key, kv.dim), top_value = largest_magnitude(value, kv.dim);
   const float to_key = top_key > 0.0f ? 127.0f / top_key : 0.0f;
   const float to_value = top_value > 0.0f ? 127.0f / top_value : 0.0f;
-  alignas(64) int8_t narrow[MAX_DIM];
+  alignas(64) int8_t narrow[MAX_DIM], narrow_value[MAX_DIM];
   for (int d = 0; d < kv.dim; d += W) {
     store_int8(narrow + d, to_int(mul(load(key + d), set1(to_key))));
-    store_int8(values + d, to_int(mul(load(value + d), set1(to_value))));
+    store_int8(narrow_value + d, to_int(mul(load(value + d), set1(to_value))));
   }
+  for (int d = 0; d < kv.dim; ++d) values[d * 4] = int8_t(narrow_value[d] + WEIGHT_BIAS);
   for (int d = 0; d < kv.dim; d += 4)
     for (int j = 0; j < 4; ++j) keys[((d / 4) * CELL + lane) * 4 + j] = int8_t(narrow[d + j] + WEIGHT_BIAS);
   kv.key_scales(cell)[lane] = top_key / 127.0f;
@@ -68,7 +69,9 @@ inline void store_token(const KVCache& kv, char* cell, int lane, const float* ke
 inline void copy_token(const KVCache& kv, char* from, int from_lane, char* to, int to_lane) {
   if (kv.is_int8) {
     for (int d = 0; d < kv.dim / 4; ++d) std::memcpy(to + (d * CELL + to_lane) * 4, from + (d * CELL + from_lane) * 4, 4);
-    std::memcpy(kv.values8(to) + size_t(to_lane) * kv.dim, kv.values8(from) + size_t(from_lane) * kv.dim, kv.dim);
+    const int8_t* source = kv.values8(from) + size_t(from_lane / 4) * kv.dim * 4 + from_lane % 4;
+    int8_t* target = kv.values8(to) + size_t(to_lane / 4) * kv.dim * 4 + to_lane % 4;
+    for (int d = 0; d < kv.dim; ++d) target[d * 4] = source[d * 4];
     kv.key_scales(to)[to_lane] = kv.key_scales(from)[from_lane];
     kv.value_scales(to)[to_lane] = kv.value_scales(from)[from_lane];
   } else {

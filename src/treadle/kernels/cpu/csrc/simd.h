@@ -69,17 +69,11 @@ inline uint32_t mask_gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ
 inline __m256 low_half(vf x) { return _mm512_castps512_ps256(x); }
 inline __m256 high_half(vf x) { return _mm512_extractf32x8_ps(x, 1); }
 
-// W bytes → W floats.
-inline vf load_int8(const int8_t* p) {
-  return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
+inline vi shift_left_7(vi x) { return _mm512_slli_epi32(x, 7); }
+inline vi shift_right_7(vi x) { return _mm512_srli_epi32(x, 7); }
+inline vi last_7(vi x) { return _mm512_and_si512(x, _mm512_set1_epi32(127)); }
 inline void store_int8(int8_t* p, vi x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
-}
-// Two vectors of floats that bfloat16 holds exactly → pairs (even, odd).
-inline vi pair_up(vf even, vf odd) {
-  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
-                         _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(int(0xffff0000))));
 }
 inline void store_int(void* p, vi x) { _mm512_storeu_si512(p, x); }
 inline vi keep_even(vi pairs) { return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff)); }
@@ -120,17 +114,13 @@ inline vf keep_first(vf x, int n, float other) {
 inline uint32_t mask_ge(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
 inline uint32_t mask_gt(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
 
-inline vf load_int8(const int8_t* p) {
-  return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-}
+inline vi shift_left_7(vi x) { return _mm256_slli_epi32(x, 7); }
+inline vi shift_right_7(vi x) { return _mm256_srli_epi32(x, 7); }
+inline vi last_7(vi x) { return _mm256_and_si256(x, _mm256_set1_epi32(127)); }
 inline void store_int8(int8_t* p, vi x) {
   alignas(32) int32_t values[W];
   _mm256_store_si256(reinterpret_cast<__m256i*>(values), x);
   for (int i = 0; i < W; ++i) p[i] = int8_t(values[i]);
-}
-inline vi pair_up(vf even, vf odd) {
-  return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16),
-                         _mm256_and_si256(_mm256_castps_si256(odd), _mm256_set1_epi32(int(0xffff0000))));
 }
 inline void store_int(void* p, vi x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 inline vi keep_even(vi pairs) { return _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff)); }
@@ -157,6 +147,14 @@ inline float reduce_max(vf x) {
   __m128 q = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+
+inline int32_t reduce_add_int(vi x) {
+  alignas(64) int32_t values[W];
+  store_int(values, x);
+  int32_t total = 0;
+  for (int i = 0; i < W; ++i) total += values[i];
+  return total;
 }
 
 // A load that does not read past the end: the first n lanes, `other` in the rest.

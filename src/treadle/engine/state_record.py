@@ -1,0 +1,57 @@
+"""What the scheduler holds between two steps, as plain data that can be written as JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from treadle.request import Request
+from treadle.scheduler import Scheduler
+
+
+def describe_state(scheduler: Scheduler, now: float) -> dict[str, Any]:
+    """The queues with each request's progress, the blocks, the settings.
+
+    Args:
+        scheduler: between two steps.
+        now: seconds on the engine's clock.
+    """
+    waiting, swapped = list(scheduler.waiting), list(scheduler.swapped)
+    elsewhere = {request.request_id for request in [*waiting, *swapped]}
+    running = [r for r in scheduler.unfinished_requests() if r.request_id not in elsewhere]
+    pool, host = scheduler.kv.pool, scheduler.kv.host_pool
+    return {
+        "time": now,
+        "waiting": [_request(request, now) for request in waiting],
+        "running": [_request(request, now) for request in running],
+        "swapped": [_request(request, now) for request in swapped],
+        "blocks": {
+            "total": pool.num_blocks,
+            "referenced": pool.num_blocks - pool.num_available,
+            "cached": pool.num_cached_idle,
+            "free": pool.num_available - pool.num_cached_idle,
+            "host_used": host.num_blocks - host.num_available,
+            "host_free": host.num_available,
+            "size": scheduler.kv.block_size,
+        },
+        "scheduler": asdict(scheduler.config),
+    }
+
+
+def _request(request: Request, now: float) -> dict[str, Any]:
+    metrics = request.metrics
+    return {
+        "id": request.request_id,
+        "age": now - request.arrival_time,
+        "priority": request.priority,
+        "prompt_tokens": len(request.prompt_token_ids),
+        "cached_tokens": metrics.num_cached_tokens,
+        "preemptions": metrics.num_preemptions,
+        "sequences": [
+            {
+                "index": seq.index,
+                "tokens": seq.num_tokens,
+                "computed": seq.num_computed_tokens,
+                "finish_reason": None if seq.finish_reason is None else seq.finish_reason.value,
+            }
+            for seq in request.sequences
+        ],
+    }
