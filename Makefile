@@ -14,7 +14,7 @@ help:
 	@echo "make test    set up what is missing, and run the whole test suite"
 	@echo "make sanitize  the tests of the native kernels under AddressSanitizer and UBSan"
 	@echo "make lint    formatting, lints and types"
-	@echo "make bench   what the scheduler costs, and Treadle against transformers, on this machine"
+	@echo "make bench   what the scheduler and a step cost, and Treadle against its peers, on this machine"
 	@echo "make clean   remove the virtual environment"
 
 $(READY): pyproject.toml constraints.txt
@@ -48,7 +48,9 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/scheduler.py
 	$(BIN)/python bench/thrash.py
-	$(BIN)/python bench/vs_transformers.py
+	$(BIN)/python bench/step_overhead.py
+	$(BIN)/python bench/start.py --quantization int8
+	$(BIN)/python bench/compare.py
 
 clean:
 	rm -rf $(VENV)

@@ -17,6 +17,7 @@ Prefill is timed as a run that asks for one token each; decode is what a longer 
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import os
@@ -90,10 +91,8 @@ class Engine:
         return json.loads(line)
 
     def _signal(self, number: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 class Prompts:
@@ -172,6 +171,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=HERE / "results", help="folder for the tables (%(default)s)")
     args = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped workers would outlive us
     probe = build_probe()
     engines: dict[str, Engine] = {}
     for name in args.engines:
@@ -180,6 +180,7 @@ def main() -> None:
             print(f"{name}: {engines[name].title}", flush=True)
         except (FileNotFoundError, RuntimeError) as error:
             print(f"{name}: left out ({error})", flush=True)
+    titles = {name: engine.title for name, engine in engines.items()}
     results: dict[str, dict[str, list[dict[str, float]]]] = {}
     probes = []
     try:
@@ -190,8 +191,13 @@ def main() -> None:
             warm = workloads(args.workloads, 1000 + round_number)
             for i, (name, requests, apart) in enumerate(workloads(args.workloads, round_number)):
                 probes.append(json.loads(subprocess.run([probe], capture_output=True, check=True).stdout))
-                for engine_name, engine in engines.items():
-                    figures = measure(engine, requests, apart, warm[i][1])
+                for engine_name, engine in list(engines.items()):
+                    try:
+                        figures = measure(engine, requests, apart, warm[i][1])
+                    except (RuntimeError, BrokenPipeError) as error:
+                        print(f"{engine_name}: left out from here on ({error})", flush=True)
+                        engines.pop(engine_name).close()
+                        continue
                     results.setdefault(name, {}).setdefault(engine_name, []).append(figures)
                     shown = ", ".join(f"{k} {v:.0f}" for k, v in figures.items() if k != "peak_mib")
                     print(f"round {round_number + 1}  {name:<20} {engine_name:<14} {shown}", flush=True)
@@ -199,7 +205,6 @@ def main() -> None:
         for engine in engines.values():
             engine.close()
 
-    titles = {name: engine.title for name, engine in engines.items()}
     machine = {key: [p[key] for p in probes if key in p] for key in probes[0]}
     table = render(results, titles, machine)
     print("\n" + table)
@@ -226,18 +231,24 @@ def render(results: dict, titles: dict[str, str], machine: dict[str, list[float]
             if figure not in next(iter(by_engine.values()))[0]:
                 continue
             cells = []
-            for engine, rounds in by_engine.items():
+            for engine in titles:
+                rounds = by_engine.get(engine)
+                if not rounds:
+                    cells.append("–")
+                    continue
                 values = [r[figure] for r in rounds]
                 cell = f"{statistics.median(values):,.0f}"
                 if engine not in ours and ours:
                     ratios = [
-                        statistics.median(a[figure] / b[figure] for a, b in zip(by_engine[own], rounds, strict=True))
+                        statistics.median(a[figure] / b[figure] for a, b in zip(by_engine[own], rounds, strict=False))
                         for own in ours
                     ]
                     cell += " (" + " / ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
                 cells.append(cell)
             lines.append(f"| {name}, {figure} | " + " | ".join(cells) + " |")
-    peaks = [max(r["peak_mib"] for by in results.values() for r in by.get(engine, [])) for engine in titles]
+    peaks = [
+        max((r["peak_mib"] for by in results.values() for r in by.get(engine, [])), default=0) for engine in titles
+    ]
     lines.append("| peak memory, MiB | " + " | ".join(f"{peak:,.0f}" for peak in peaks) + " |")
     ranges = [f"{key} {min(values):g} – {max(values):g}" for key, values in machine.items()]
     return "\n".join([*lines, "", "Probe of the machine between the runs: " + ", ".join(ranges), ""])

@@ -1,6 +1,6 @@
 """Write the embedded model as a folder in Hugging Face's layout, bfloat16, for engines that read no GGUF.
 
-    python bench/export_safetensors.py .peers/smollm2-bf16
+python bench/export_safetensors.py .peers/smollm2-bf16
 """
 
 import argparse
@@ -20,9 +20,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     path = find_model(DEFAULT_MODEL)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.bfloat16
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
     # save_pretrained refuses what was read from a GGUF file.
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}

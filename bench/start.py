@@ -25,7 +25,8 @@ first = time.time()
 params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 slots = llm._built.cache_config.num_slots
 for i in range(0, slots, 1024):
-    llm.generate([{"prompt_token_ids": [100 + (i * 7 + j * 13) % 40000 for j in range(1000)]}], params, use_tqdm=False)
+    prompt = [100 + (i * 7 + j * 13) % 40000 for j in range(1000)]
+    llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
 pages = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"ready": ready, "first": first, "resident": pages, "peak": peak}))

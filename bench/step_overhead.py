@@ -49,7 +49,9 @@ def main() -> None:
         "temperature, top_p": {"temperature": 0.8, "top_p": 0.95},
         "… penalties, 5 logprobs": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "logprobs": 5},
     }
-    print(f"{'sequences':>9}  {'sampling':<26} {'step ms':>8} {'native ms':>9} {'Python ms':>9} {'sampling share':>14}")
+    print(
+        f"{'sequences':>9}  {'sampling':<26} {'step ms':>8} {'native ms':>9} {'Python ms':>9} {'sampling share':>14}"
+    )
     for count in args.sequences:
         for title, options in kinds.items():
             params = SamplingParams(max_tokens=args.steps + 8, ignore_eos=True, detokenize=False, **options)
@@ -73,9 +75,8 @@ def main() -> None:
             native = statistics.median(inside for _, inside, _ in steady)
             python = statistics.median(step - inside for step, inside, _ in steady)
             share = statistics.median(drawn / step for step, _, drawn in steady)
-            print(
-                f"{count:>9}  {title:<26} {total * 1e3:>8.2f} {native * 1e3:>9.2f} {python * 1e3:>9.2f} {share:>14.1%}"
-            )
+            figures = f"{total * 1e3:>8.2f} {native * 1e3:>9.2f} {python * 1e3:>9.2f} {share:>8.1%}"
+            print(f"{count:>9}  {title:<26} {figures}", flush=True)
 
 
 if __name__ == "__main__":

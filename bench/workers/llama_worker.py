@@ -4,12 +4,13 @@ Its server's loop in Python: each step decodes one token of every running sequen
 prompts; a beginning that all prompts share is computed once and copied.
 """
 
+from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+
 import os
 import sys
 
 import llama_cpp as lib
 import numpy as np
-from protocol import serve
 
 BATCH = 512
 MAX_SEQS = 128
@@ -37,9 +38,7 @@ def decode(entries):
     batch.n_tokens = len(entries)
     assert lib.llama_decode(context, batch) == 0
     wanted = [i for i, entry in enumerate(entries) if entry[3]]
-    return [
-        int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), shape=(vocab,)).argmax()) for i in wanted
-    ]
+    return [int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), shape=(vocab,)).argmax()) for i in wanted]
 
 
 def shared_prefix(requests):
@@ -77,7 +76,7 @@ def generate(requests):
                 unfinished = waiting.pop()
                 running[unfinished], computed[unfinished] = free.pop(), shared
                 if shared:
-                    lib.llama_memory_seq_cp(memory, 0, running[unfinished], 0, shared)
+                    lib.llama_memory_seq_cp(memory, 0, running[unfinished], -1, -1)
             ids, start = requests[unfinished][0], computed[unfinished]
             end = min(len(ids), start + BATCH - len(entries))
             for position in range(start, end):

@@ -1,11 +1,12 @@
 """OpenVINO GenAI's continuous batching, which reads the GGUF file itself. Argument: the file."""
 
+from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+
 import sys
 
 import numpy as np
 import openvino as ov
 import openvino_genai
-from protocol import serve
 
 scheduler = openvino_genai.SchedulerConfig()
 scheduler.cache_size = 4  # GiB

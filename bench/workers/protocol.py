@@ -11,6 +11,10 @@ import resource
 import sys
 import time
 
+# What an engine prints, while it loads or later, must not get between the answers.
+_answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
 
 def serve(name, generate):
     """Answer until standard input ends.
@@ -19,9 +23,7 @@ def serve(name, generate):
         name: of the engine, with its version.
         generate: [(token ids, number of new tokens)] → list with each request's new token ids.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the engine prints must not get between the answers
-    print(json.dumps({"ready": name}), file=answers, flush=True)
+    print(json.dumps({"ready": name}), file=_answers, flush=True)
     for line in sys.stdin:
         requests = [(list(ids), count) for ids, count in json.loads(line)["requests"]]
         start = time.perf_counter()
@@ -31,4 +33,4 @@ def serve(name, generate):
             assert len(output) == count, f"{name}: {len(output)} tokens instead of {count}"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         answer = {"seconds": seconds, "num_tokens": sum(map(len, outputs)), "peak_mib": peak}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer), file=_answers, flush=True)

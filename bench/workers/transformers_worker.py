@@ -1,11 +1,12 @@
 """transformers' `generate` in bfloat16, in padded batches of up to 32 in the order given. Argument: the GGUF file."""
 
+from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+
 import sys
 from pathlib import Path
 
 import torch
 import transformers
-from protocol import serve
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

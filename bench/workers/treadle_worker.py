@@ -1,9 +1,10 @@
 """Treadle. Arguments: model, then options of LLM as name=value."""
 
+from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+
 import sys
 
 import treadle
-from protocol import serve
 from treadle import LLM, SamplingParams
 
 options = dict(argument.split("=") for argument in sys.argv[2:])

@@ -1,5 +1,7 @@
 """vLLM's CPU build. Argument: a folder with the model as bfloat16 safetensors (export_safetensors.py)."""
 
+from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+
 import os
 import sys
 
@@ -7,7 +9,6 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import vllm
-from protocol import serve
 
 
 def main():

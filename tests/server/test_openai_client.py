@@ -202,3 +202,30 @@ def test_raw_events(server):
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[0][6:])["object"] == "chat.completion.chunk"
+
+
+def test_the_scheduler_can_be_watched(server):
+    """The state while a request runs, and a record of each of its steps."""
+    body = {"prompt": "Tell me", "max_tokens": 30, "ignore_eos": True, "stream": True, "request_id": "watched"}
+    records, states = [], []
+    with (
+        httpx.stream("GET", server.url + "/scheduler/steps", timeout=60) as steps,
+        httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer,
+    ):
+        for i, _ in enumerate(answer.iter_lines()):
+            if i == 4:
+                states.append(httpx.get(server.url + "/scheduler/state").json())
+        for line in steps.iter_lines():
+            if line.startswith("data: "):
+                records.append(json.loads(line[6:]))
+                if "cmpl-watched" in records[-1]["finished"]:
+                    break
+    (state,) = states
+    assert [request["id"] for request in state["running"]] == ["cmpl-watched"]
+    assert state["running"][0]["sequences"][0]["computed"] > 0
+    assert state["blocks"]["referenced"] > 0
+    steps_run = [record["step"] for record in records]
+    assert steps_run == list(range(steps_run[0], steps_run[0] + len(steps_run)))
+    kinds = [record["ran"]["cmpl-watched"]["kind"] for record in records if "cmpl-watched" in record["ran"]]
+    assert set(kinds[1:]) == {"decode"}
+    assert records[-1]["finished"]["cmpl-watched"]["output_tokens"] == 30
