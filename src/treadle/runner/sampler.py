@@ -143,6 +143,7 @@ def _numbers(count: int) -> IntArray:
     return np.arange(count, dtype=np.int32)
 
 
+@torch.inference_mode()
 def _bias(logits: torch.Tensor, batch: RunningBatch, row: int) -> None:
     """Apply allowed ids, min_tokens and biases of a request to its logits, float32 [V], in place."""
     seq = batch.sequences[row]

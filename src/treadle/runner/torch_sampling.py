@@ -14,6 +14,7 @@ CANDIDATES = 1024
 class TorchSampling:
     """SamplingKernels in torch."""
 
+    @torch.inference_mode()
     def draw(
         self,
         values: torch.Tensor,
@@ -35,6 +36,7 @@ class TorchSampling:
             token_ids[drawn] = _draw(own, batch, rows[drawn], noise[drawn])
         return token_ids
 
+    @torch.inference_mode()
     def report(
         self, values: torch.Tensor, place: IntArray, token_ids: IntArray, num_top: IntArray
     ) -> list[TokenLogprobs]:
@@ -42,6 +44,7 @@ class TorchSampling:
         logprobs = values[_index(place, values)].log_softmax(dim=-1)
         return [_token_logprobs(logprobs[i], int(token_ids[i]), int(num_top[i])) for i in range(len(place))]
 
+    @torch.inference_mode()
     def penalize(self, values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
         """Apply the rows' penalties to their logits, in place."""
         for i, row in enumerate(rows.tolist()):

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from starlette.requests import Request as HTTPRequest
@@ -41,6 +42,7 @@ class Chat:
         service.check_model(request.model)
         self._service = service
         self._request = request
+        self._created = int(time.time())
         self._id = service.new_id("chatcmpl", request.request_id)
         self._num_top = request.top_logprobs or 0
         if request.top_logprobs is not None and not request.logprobs:
@@ -130,7 +132,7 @@ class Chat:
         return {
             "id": self._id,
             "object": kind,
-            "created": self._service.created,
+            "created": self._created,
             "model": self._service.model_name,
             "choices": choices,
         }

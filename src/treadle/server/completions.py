@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,7 @@ class Completion:
         service.check_model(request.model)
         self._service = service
         self._request = request
+        self._created = int(time.time())
         self._id = service.new_id("cmpl", request.request_id)
         self._num_generated = request.n
         if request.best_of is not None and request.best_of != request.n:
@@ -163,7 +165,7 @@ class Completion:
         return {
             "id": self._id,
             "object": "text_completion",
-            "created": self._service.created,
+            "created": self._created,
             "model": self._service.model_name,
             "choices": choices,
         }
