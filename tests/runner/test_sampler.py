@@ -10,10 +10,9 @@ from hypothesis import given, settings
 
 from native import native_library
 from treadle.request import Request
-from treadle.runner.backend import StepLogits
 from treadle.runner.native_sampling import NativeSampling
 from treadle.runner.noise import uniform
-from treadle.runner.sampler import Sampler
+from treadle.runner.sampler import Sampler, StepLogits
 from treadle.runner.torch_sampling import TorchSampling, filter_logits
 from treadle.sampling_params import SamplingParams
 from treadle.scheduler import RunningBatch

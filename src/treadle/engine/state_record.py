@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from treadle.engine.step_record import describe_blocks
 from treadle.request import Request
 from treadle.scheduler import Scheduler
 
@@ -17,19 +18,14 @@ def describe_state(scheduler: Scheduler, now: float) -> dict[str, Any]:
     waiting, swapped = list(scheduler.waiting), list(scheduler.swapped)
     elsewhere = {request.request_id for request in [*waiting, *swapped]}
     running = [r for r in scheduler.unfinished_requests() if r.request_id not in elsewhere]
-    pool, host = scheduler.kv.pool, scheduler.kv.host_pool
     return {
         "time": now,
         "waiting": [_request(request, now) for request in waiting],
         "running": [_request(request, now) for request in running],
         "swapped": [_request(request, now) for request in swapped],
         "blocks": {
-            "total": pool.num_blocks,
-            "referenced": pool.num_blocks - pool.num_available,
-            "cached": pool.num_cached_idle,
-            "free": pool.num_available - pool.num_cached_idle,
-            "host_used": host.num_blocks - host.num_available,
-            "host_free": host.num_available,
+            "total": scheduler.kv.pool.num_blocks,
+            **describe_blocks(scheduler),
             "size": scheduler.kv.block_size,
         },
         "scheduler": asdict(scheduler.config),

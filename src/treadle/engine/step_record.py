@@ -91,7 +91,6 @@ def describe_plan(plan: StepPlan, scheduler: Scheduler, known: set[str]) -> Step
                 "priority": request.priority,
                 "time": request.arrival_time,
             }
-    pool, host = scheduler.kv.pool, scheduler.kv.host_pool
     return {
         "step": plan.step,
         "tokens": plan.num_batched_tokens,
@@ -105,16 +104,22 @@ def describe_plan(plan: StepPlan, scheduler: Scheduler, known: set[str]) -> Step
         "swapped_in": list(plan.swapped_in),
         "ignored": list(plan.ignored),
         "arrived": arrived,
-        "blocks": {
-            "referenced": pool.num_blocks - pool.num_available,
-            "cached": pool.num_cached_idle,
-            "free": pool.num_available - pool.num_cached_idle,
-            "host_used": host.num_blocks - host.num_available,
-            "host_free": host.num_available,
-        },
+        "blocks": describe_blocks(scheduler),
         "swaps_out": [list(pair) for pair in plan.blocks_to_swap_out],
         "swaps_in": [list(pair) for pair in plan.blocks_to_swap_in],
         "copies": [list(pair) for pair in plan.blocks_to_copy],
+    }
+
+
+def describe_blocks(scheduler: Scheduler) -> dict[str, int]:
+    """How many blocks of the two tiers are in which state."""
+    pool, host = scheduler.kv.pool, scheduler.kv.host_pool
+    return {
+        "referenced": pool.num_blocks - pool.num_available,
+        "cached": pool.num_cached_idle,
+        "free": pool.num_available - pool.num_cached_idle,
+        "host_used": host.num_blocks - host.num_available,
+        "host_free": host.num_available,
     }
 
 

@@ -1,28 +1,10 @@
 """What computes a step's forward pass: plain torch or the native kernels."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from treadle.request import IntArray
-from treadle.runner.sampler import Sampler
+from treadle.runner.sampler import Sampler, StepLogits
 from treadle.scheduler import StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class StepLogits:
-    """What the model says about the next token at some places of a step.
-
-    Attributes:
-        values: float32 [m, V], logits of the places that were wanted.
-        place: int32 [n], row of `values` for each place asked about, -1 where logits were not wanted.
-        best: int32 [n], the most likely token of each place.
-    """
-
-    values: torch.Tensor
-    place: IntArray
-    best: IntArray
 
 
 class Backend(Protocol):

@@ -3,26 +3,16 @@
 import numpy as np
 import torch
 
-from treadle.kernels.cpu.arena import Arena, round_up
-from treadle.kernels.cpu.library import CELL, kv_cache_struct
-from treadle.models.config import ModelConfig
+from treadle.kernels.cpu.arena import Arena
+from treadle.kernels.cpu.library import kv_cache_struct
 from treadle.models.native import NativeModel
 from treadle.request import IntArray
-from treadle.runner.backend import StepLogits
 from treadle.runner.block_tiers import BlockTiers
 from treadle.runner.native_sampling import NativeSampling
-from treadle.runner.sampler import Sampler
+from treadle.runner.sampler import Sampler, StepLogits
 from treadle.scheduler import StepPlan
 
 NO_LOGITS = torch.empty(0, 0)
-
-
-def native_block_bytes(config: ModelConfig, block_size: int, *, int8: bool) -> int:
-    """Bytes of one KV block of all layers, as csrc/kv_cache.h lays it out."""
-    cells = -(-block_size // CELL)
-    dim = round_up(config.head_dim, CELL)
-    of_cell = 2 * CELL * dim * (1 if int8 else 2) + (2 * CELL * 4 if int8 else 0)
-    return config.num_hidden_layers * config.num_key_value_heads * cells * of_cell
 
 
 class NativeKVStorage:

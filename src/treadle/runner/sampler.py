@@ -5,7 +5,8 @@ Per row: edit (allowed ids, end ids before min_tokens, bias, penalties) → gree
 What only some rows ask for is done for those rows only.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,22 @@ from treadle.request import IntArray
 from treadle.runner.noise import uniform
 from treadle.scheduler import RunningBatch, TokenLogprobs
 
-if TYPE_CHECKING:
-    from treadle.runner.backend import StepLogits
-
 LOGIT_BIAS_LIMIT = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """What the model says about the next token at some places of a step.
+
+    Attributes:
+        values: float32 [m, V], logits of the places that were wanted.
+        place: int32 [n], row of `values` for each place asked about, -1 where logits were not wanted.
+        best: int32 [n], the most likely token of each place.
+    """
+
+    values: torch.Tensor
+    place: IntArray
+    best: IntArray
 
 
 class SamplingKernels(Protocol):
@@ -73,7 +86,7 @@ class Sampler:
         self._kernels = kernels
 
     def sample(
-        self, logits: "StepLogits", batch: RunningBatch, rows: IntArray, sequence_index: IntArray
+        self, logits: StepLogits, batch: RunningBatch, rows: IntArray, sequence_index: IntArray
     ) -> tuple[IntArray, dict[int, TokenLogprobs]]:
         """Choose a token for each place of the logits.
 

@@ -6,10 +6,9 @@ import torch
 from treadle.kernels import reference as kernels
 from treadle.models.llama import LlamaModel
 from treadle.request import IntArray
-from treadle.runner.backend import StepLogits
 from treadle.runner.batch_inputs import BatchInputs, make_batch_inputs
 from treadle.runner.kv_storage import KVStorage
-from treadle.runner.sampler import Sampler
+from treadle.runner.sampler import Sampler, StepLogits
 from treadle.runner.torch_sampling import TorchSampling
 from treadle.scheduler import StepPlan
 

@@ -1,15 +1,15 @@
 """POST /v1/chat/completions."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
 
 from starlette.requests import Request as HTTPRequest
 
 from treadle.engine.async_engine import RequestStream
-from treadle.errors import InvalidRequestError
+from treadle.errors import EngineError, InvalidRequestError
 from treadle.outputs import CompletionOutput
+from treadle.server.call import Call
 from treadle.server.protocol import ChatRequest, flatten_content
-from treadle.server.responses import JSON, chat_logprobs, error_body, finish_fields, sse, usage, usage_of
+from treadle.server.responses import JSON, chat_logprobs, finish_fields, sse, usage, usage_of
 from treadle.server.service import Service
 
 RESERVED_TEMPLATE_NAMES = {"messages", "add_generation_prompt", "bos_token", "eos_token"}
@@ -30,7 +30,7 @@ def render_chat(service: Service, request: ChatRequest) -> str:
     )
 
 
-class Chat:
+class Chat(Call[ChatRequest]):
     """One call of the endpoint.
 
     Args:
@@ -39,11 +39,7 @@ class Chat:
     """
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
-        service.check_model(request.model)
-        self._service = service
-        self._request = request
-        self._created = int(time.time())
-        self._id = service.new_id("chatcmpl", request.request_id)
+        super().__init__(service, request, "chatcmpl")
         self._num_top = request.top_logprobs or 0
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequestError("top_logprobs", "needs logprobs=true")
@@ -97,8 +93,7 @@ class Chat:
         opened: set[int] = set()
         async for output in streams[0]:
             if output.error is not None:
-                yield sse(error_body(output.error, "server_error", code=500))
-                break
+                raise EngineError(output.error)
             num_prompt_tokens, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
             for completion in output.outputs:
                 index = completion.index
@@ -119,20 +114,10 @@ class Chat:
                 if options is not None and options.continuous_usage_stats:
                     body["usage"] = usage(num_prompt_tokens, num_tokens, num_cached)
                 yield sse(body)
-        else:
-            if options is not None and options.include_usage:
-                totals = usage(num_prompt_tokens, num_tokens, num_cached)
-                yield sse({**self._body(kind, []), "usage": totals})
+        if options is not None and options.include_usage:
+            totals = usage(num_prompt_tokens, num_tokens, num_cached)
+            yield sse({**self._body(kind, []), "usage": totals})
         yield sse("[DONE]")
 
     def _logprobs(self, completion: CompletionOutput) -> JSON | None:
         return chat_logprobs(completion.logprobs, self._num_top) if self._request.logprobs else None
-
-    def _body(self, kind: str, choices: list[JSON]) -> JSON:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._service.model_name,
-            "choices": choices,
-        }

@@ -1,6 +1,5 @@
 """POST /v1/completions."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,13 +7,13 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 
 from treadle.engine.async_engine import RequestStream
-from treadle.errors import InvalidRequestError
+from treadle.errors import EngineError, InvalidRequestError
 from treadle.outputs import CompletionOutput, RequestOutput
+from treadle.server.call import Call
 from treadle.server.protocol import CompletionRequest
 from treadle.server.responses import (
     JSON,
     completion_logprobs,
-    error_body,
     finish_fields,
     sse,
     usage,
@@ -24,8 +23,10 @@ from treadle.server.service import Service, interleave
 from treadle.text.input_processor import as_prompt_list
 from treadle.text.tokenizer import Tokenizer
 
+KIND = "text_completion"
 
-class Completion:
+
+class Completion(Call[CompletionRequest]):
     """One call of the endpoint.
 
     Args:
@@ -34,11 +35,7 @@ class Completion:
     """
 
     def __init__(self, service: Service, request: CompletionRequest) -> None:
-        service.check_model(request.model)
-        self._service = service
-        self._request = request
-        self._created = int(time.time())
-        self._id = service.new_id("cmpl", request.request_id)
+        super().__init__(service, request, "cmpl")
         self._num_generated = request.n
         if request.best_of is not None and request.best_of != request.n:
             if request.best_of < request.n:
@@ -87,7 +84,7 @@ class Completion:
                 best = best[: self._request.n]
             for i, completion in enumerate(best):
                 choices.append(self._choice(number * self._request.n + i, output, completion))
-        body = self._body(choices)
+        body = self._body(KIND, choices)
         body["usage"] = usage_of(outputs)
         if not self._tells_output:
             body["usage"]["completion_tokens"] = 0
@@ -101,8 +98,7 @@ class Completion:
         offsets: dict[int, int] = {}
         async for number, output in interleave(streams):
             if output.error is not None:
-                yield sse(error_body(output.error, "server_error", code=500))
-                break
+                raise EngineError(output.error)
             prompt_tokens, completion_tokens, _ = counts.get(number, (len(output.prompt_token_ids), 0, 0))
             completion_tokens += sum(len(c.token_ids) for c in output.outputs)
             counts[number] = (prompt_tokens, completion_tokens, output.num_cached_tokens)
@@ -110,14 +106,13 @@ class Completion:
                 index = number * self._request.n + completion.index
                 choice = self._delta(index, completion, offsets.get(index, 0))
                 offsets[index] = offsets.get(index, 0) + len(completion.text)
-                body = self._body([choice])
+                body = self._body(KIND, [choice])
                 if options is not None and options.continuous_usage_stats:
                     body["usage"] = usage(*counts[number])
                 yield sse(body)
-        else:
-            if options is not None and options.include_usage:
-                totals = [sum(column) for column in zip(*counts.values(), strict=True)]
-                yield sse({**self._body([]), "usage": usage(*totals)})
+        if options is not None and options.include_usage:
+            totals = [sum(column) for column in zip(*counts.values(), strict=True)]
+            yield sse({**self._body(KIND, []), "usage": usage(*totals)})
         yield sse("[DONE]")
 
     def _delta(self, index: int, completion: CompletionOutput, offset: int) -> JSON:
@@ -160,15 +155,6 @@ class Completion:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def _body(self, choices: list[JSON]) -> JSON:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._service.model_name,
-            "choices": choices,
-        }
 
 
 def _vllm_prompt_logprobs(output: RequestOutput) -> list[JSON | None]:

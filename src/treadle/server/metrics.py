@@ -17,6 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from treadle.clock import Clock
+from treadle.engine.step_record import describe_blocks
 from treadle.request import Request
 from treadle.scheduler import Scheduler, StepPlan
 
@@ -136,14 +137,9 @@ class Metrics(Collector):
         )
         yield self._by("treadle:block_moves", "Blocks swapped and copied.", "move", self._block_moves)
         blocks = GaugeMetricFamily("treadle:kv_blocks", "KV blocks by state.", labels=["model_name", "state"])
-        pool = kv.pool
-        states = {
-            "free": pool.num_available - pool.num_cached_idle,
-            "cached": pool.num_cached_idle,
-            "referenced": pool.num_blocks - pool.num_available,
-        }
-        for state, count in states.items():
-            blocks.add_metric([self._model, state], count)
+        states = describe_blocks(scheduler)
+        for state in ("free", "cached", "referenced"):
+            blocks.add_metric([self._model, state], states[state])
         yield blocks
         for name, text, histogram in (
             ("vllm:time_to_first_token_seconds", "From arrival to the first token.", self._ttft),

@@ -8,7 +8,6 @@
 #pragma once
 #include <algorithm>
 #include <limits>
-#include <type_traits>
 
 #include "kv_cache.h"
 
@@ -169,16 +168,7 @@ inline void for_row_tiles(int rows, const Run& run) {
   const int tiles = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
   for (int t = 0; t < tiles; ++t) {
     const int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
-    switch (count) {
-      case 1: run(row, std::integral_constant<int, 1>()); break;
-      case 2: run(row, std::integral_constant<int, 2>()); break;
-      case 3: run(row, std::integral_constant<int, 3>()); break;
-      case 4: run(row, std::integral_constant<int, 4>()); break;
-#if defined(__AVX512F__)
-      case 5: run(row, std::integral_constant<int, 5>()); break;
-      case 6: run(row, std::integral_constant<int, 6>()); break;
-#endif
-    }
+    with_count<ATTENTION_ROWS>(count, [&](auto known) { run(row, known); });
   }
 }
 

@@ -4,8 +4,6 @@
 // first to last, whatever the number of rows: tiles cut rows and columns only, never k. What follows (a bias,
 // an addition, an activation function) is done to a tile by an epilogue, while it is in the first cache.
 #pragma once
-#include <type_traits>
-
 #include "activations.h"
 
 namespace treadle {
@@ -30,9 +28,12 @@ struct Ahead {
   }
 };
 
+// A tile's loop is a function of its own: among others, registers are shared out worse (5 % in int8).
+#define TREADLE_NOINLINE __attribute__((noinline))
+
 // out: [R, 32].
 template <int R>
-inline void tile_bf16(const bf16* panel, const act* x, int k, float* out, Ahead ahead) {
+TREADLE_NOINLINE void tile_bf16(const bf16* panel, const act* x, int k, float* out, Ahead ahead) {
   for (int pass = 0; pass < PASSES; ++pass) {
     const bf16* w = panel + pass * V * W * 2;
     vf sums[R][V];
@@ -53,7 +54,7 @@ inline void tile_bf16(const bf16* panel, const act* x, int k, float* out, Ahead 
 
 // Integer sums over a group of 64, exact; then one chain of floats over the groups.
 template <int R>
-inline void tile_int8(const int8_t* panel, const float* column_scales, const int8_t* x, const float* scales,
+TREADLE_NOINLINE void tile_int8(const int8_t* panel, const float* column_scales, const int8_t* x, const float* scales,
                       const int32_t* corrections, int k, float* out, Ahead ahead) {
   const int groups = k / GROUP;
   for (int pass = 0; pass < PASSES; ++pass) {
@@ -95,35 +96,15 @@ inline void tile(const Weights& w, const Activations& x, int panel, int row, int
     const int8_t* bytes = x.bytes + size_t(row) * x.k;
     const float* scales = x.scales + size_t(row) * (x.k / GROUP);
     const int32_t* corrections = x.corrections + size_t(row) * (x.k / GROUP);
-    auto run = [&](auto count) {
+    with_count<ROWS_INT8>(rows, [&](auto count) {
       tile_int8<decltype(count)::value>(reinterpret_cast<const int8_t*>(data), w.scale + panel * PANEL, bytes, scales,
                                         corrections, x.k, out, ahead);
-    };
-    switch (rows) {
-      case 1: return run(std::integral_constant<int, 1>());
-      case 2: return run(std::integral_constant<int, 2>());
-#if defined(__AVX512F__)
-      case 3: return run(std::integral_constant<int, 3>());
-      case 4: return run(std::integral_constant<int, 4>());
-      case 5: return run(std::integral_constant<int, 5>());
-      case 6: return run(std::integral_constant<int, 6>());
-#endif
-    }
+    });
   } else {
     const act* narrow = x.narrow + size_t(row) * x.k;
-    auto run = [&](auto count) {
+    with_count<ROWS_BF16>(rows, [&](auto count) {
       tile_bf16<decltype(count)::value>(reinterpret_cast<const bf16*>(data), narrow, x.k, out, ahead);
-    };
-    switch (rows) {
-      case 1: return run(std::integral_constant<int, 1>());
-      case 2: return run(std::integral_constant<int, 2>());
-      case 3: return run(std::integral_constant<int, 3>());
-      case 4: return run(std::integral_constant<int, 4>());
-#if defined(__AVX512F__)
-      case 5: return run(std::integral_constant<int, 5>());
-      case 6: return run(std::integral_constant<int, 6>());
-#endif
-    }
+    });
   }
 }
 
@@ -159,24 +140,15 @@ inline void gemm(const Weights& w, const Activations& x, int rows, int threads, 
 
 // Epilogues.
 
-// out[row, column] = sum + bias; out: [rows, stride].
-struct Store {
-  float* out;
-  int stride;
-  const float* bias;
-  void operator()(int row, int rows, int panel, const float* tile) const {
-    for (int r = 0; r < rows; ++r) {
-      float* to = out + size_t(row + r) * stride + panel * PANEL;
-      for (int c = 0; c < PANEL; c += W) {
-        vf value = load(tile + r * PANEL + c);
-        store(to + c, bias ? add(value, load(bias + panel * PANEL + c)) : value);
-      }
-    }
-  }
-};
+// W sums of a tile's row from column c of the panel on, with their bias if there is one.
+inline vf biased(const float* sums, const float* bias, int panel, int c) {
+  const vf value = load(sums + c);
+  return bias ? add(value, load(bias + panel * PANEL + c)) : value;
+}
 
-// out[row, column] += sum + bias.
-struct Add {
+// out[row, column] = sum + bias, or += with ADD; out: [rows, stride].
+template <bool ADD>
+struct Write {
   float* out;
   int stride;
   const float* bias;
@@ -184,13 +156,14 @@ struct Add {
     for (int r = 0; r < rows; ++r) {
       float* to = out + size_t(row + r) * stride + panel * PANEL;
       for (int c = 0; c < PANEL; c += W) {
-        vf value = load(tile + r * PANEL + c);
-        if (bias) value = add(value, load(bias + panel * PANEL + c));
-        store(to + c, add(load(to + c), value));
+        const vf value = biased(tile + r * PANEL, bias, panel, c);
+        store(to + c, ADD ? add(load(to + c), value) : value);
       }
     }
   }
 };
+using Store = Write<false>;
+using Add = Write<true>;
 
 // A panel holds 16 gates, then the 16 ups that belong to them: out[row, 16 × panel + j] = silu(gate) × up.
 struct SiluMul {
@@ -200,11 +173,8 @@ struct SiluMul {
   void operator()(int row, int rows, int panel, const float* tile) const {
     for (int r = 0; r < rows; ++r)
       for (int c = 0; c < PANEL / 2; c += W) {
-        vf gate = load(tile + r * PANEL + c), up = load(tile + r * PANEL + PANEL / 2 + c);
-        if (bias) {
-          gate = add(gate, load(bias + panel * PANEL + c));
-          up = add(up, load(bias + panel * PANEL + PANEL / 2 + c));
-        }
+        const vf gate = biased(tile + r * PANEL, bias, panel, c);
+        const vf up = biased(tile + r * PANEL, bias, panel, PANEL / 2 + c);
         const vf sigmoid = div(set1(1.0f), add(set1(1.0f), exp2(mul(gate, set1(-LOG2_E)))));
         store(out + size_t(row + r) * stride + panel * (PANEL / 2) + c, mul(mul(gate, sigmoid), up));
       }

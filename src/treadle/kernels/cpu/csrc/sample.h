@@ -63,12 +63,15 @@ inline void for_vectors(int n, const F& f) {
   for (int i = 0; i < n; i += W) f(i, std::min(W, n - i));
 }
 
+inline float highest_of(const float* x, int n) {
+  constexpr float never = -std::numeric_limits<float>::infinity();
+  vf top = set1(never);
+  for_vectors(n, [&](int i, int count) { top = max(load_first(x + i, count, never), top); });
+  return reduce_max(top);
+}
+
 inline int argmax(const float* x, int n) {
-  vf top = set1(-std::numeric_limits<float>::infinity());
-  for_vectors(n, [&](int i, int count) {
-    top = max(load_first(x + i, count, -std::numeric_limits<float>::infinity()), top);
-  });
-  const float highest = reduce_max(top);
+  const float highest = highest_of(x, n);
   for (int i = 0; i < n; ++i)
     if (x[i] == highest) return i;
   return 0;
@@ -102,11 +105,7 @@ class RowSampler {
  private:
   // p[i] = exp((logit - highest) / temperature): 1 for the most likely token.
   void weights_of(const float* logits, float temperature) {
-    vf top = set1(-std::numeric_limits<float>::infinity());
-    for_vectors(vocab_, [&](int i, int n) {
-      top = max(load_first(logits + i, n, -std::numeric_limits<float>::infinity()), top);
-    });
-    const vf highest = set1(reduce_max(top)), scale = set1(LOG2_E / temperature);
+    const vf highest = set1(highest_of(logits, vocab_)), scale = set1(LOG2_E / temperature);
     const vf never = set1(-126.0f);
     for_vectors(vocab_, [&](int i, int n) {
       const vf x = mul(sub(load_first(logits + i, n, -std::numeric_limits<float>::infinity()), highest), scale);
@@ -257,9 +256,7 @@ inline void draw_rows(const Draws& d) {
 inline void report_row(const Reports& r, int i, std::vector<std::pair<float, int32_t>>& best) {
   const float* x = r.logits + size_t(r.place[i]) * r.vocab;
   const float inf = std::numeric_limits<float>::infinity();
-  vf top = set1(-inf);
-  for_vectors(r.vocab, [&](int j, int n) { top = max(load_first(x + j, n, -inf), top); });
-  const float highest = reduce_max(top);
+  const float highest = highest_of(x, r.vocab);
   const float own = x[r.token_ids[i]];
   double total = 0.0;
   int above = 0;

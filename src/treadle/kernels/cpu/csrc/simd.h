@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace treadle {
 
@@ -270,6 +271,15 @@ inline vi dot4(vi acc, const w4& w, const int8_t* x) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w.magnitude, xs), _mm256_set1_epi16(1)));
 }
 #endif
+
+// Calls run(std::integral_constant<int, count>()) for a count from 1 to MAX: loops over that many unroll.
+template <int MAX, class Run>
+inline void with_count(int count, const Run& run) {
+  if constexpr (MAX > 1) {
+    if (count < MAX) return with_count<MAX - 1>(count, run);
+  }
+  run(std::integral_constant<int, MAX>());
+}
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 

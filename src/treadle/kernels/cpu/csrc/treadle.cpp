@@ -7,6 +7,26 @@
 
 using namespace treadle;
 
+namespace {
+
+// A product by itself: pads and narrows x [rows, columns], multiplies, and leaves the rest to the epilogue.
+template <class Epilogue>
+void run_linear(const Weights& w, bool is_int8, const float* x, int rows, int columns, int threads,
+                const Epilogue& epilogue) {
+  ActivationBuffer buffer;
+  Buffer<float> padded;
+  const Activations a = buffer.get(rows, w.k, is_int8);
+  float* values = padded.get(size_t(rows) * w.k);
+  for (int r = 0; r < rows; ++r) std::memcpy(values + size_t(r) * w.k, x + size_t(r) * columns, columns * sizeof(float));
+#pragma omp parallel num_threads(threads)
+  {
+    narrow_rows(a, values, rows);
+    gemm(w, a, rows, omp_get_num_threads(), epilogue);
+  }
+}
+
+}  // namespace
+
 extern "C" {
 
 // Packing
@@ -45,31 +65,13 @@ void treadle_penalize(const Penalties* penalties) { penalize_rows(*penalties); }
 // x: [rows, columns] floats, out: [rows, padded n].
 void treadle_op_linear(const Weights* w, int32_t is_int8, const float* x, int32_t rows, int32_t columns, float* out,
                        int32_t threads) {
-  ActivationBuffer buffer;
-  Buffer<float> padded;
-  const Activations a = buffer.get(rows, w->k, is_int8);
-  float* values = padded.get(size_t(rows) * w->k);
-  for (int r = 0; r < rows; ++r) std::memcpy(values + size_t(r) * w->k, x + size_t(r) * columns, columns * sizeof(float));
-#pragma omp parallel num_threads(threads)
-  {
-    narrow_rows(a, values, rows);
-    gemm(*w, a, rows, omp_get_num_threads(), Store{out, w->n, w->bias});
-  }
+  run_linear(*w, is_int8, x, rows, columns, threads, Store{out, w->n, w->bias});
 }
 
 // As treadle_op_linear, with 16 gates and 16 ups in turns; out: [rows, padded n / 2].
 void treadle_op_linear_silu_mul(const Weights* w, int32_t is_int8, const float* x, int32_t rows, int32_t columns,
                                 float* out, int32_t threads) {
-  ActivationBuffer buffer;
-  Buffer<float> padded;
-  const Activations a = buffer.get(rows, w->k, is_int8);
-  float* values = padded.get(size_t(rows) * w->k);
-  for (int r = 0; r < rows; ++r) std::memcpy(values + size_t(r) * w->k, x + size_t(r) * columns, columns * sizeof(float));
-#pragma omp parallel num_threads(threads)
-  {
-    narrow_rows(a, values, rows);
-    gemm(*w, a, rows, omp_get_num_threads(), SiluMul{out, w->n / 2, w->bias});
-  }
+  run_linear(*w, is_int8, x, rows, columns, threads, SiluMul{out, w->n / 2, w->bias});
 }
 
 // x, weight, out: [columns]; the result as the next product sees it (narrowed and widened again).
