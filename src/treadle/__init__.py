@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from treadle.lora import LoRARequest
     from treadle.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from treadle.sampling_params import SamplingParams
+    from treadle.structured_outputs import StructuredOutputsParams
 
 _HOMES = {
     "LLM": "treadle.llm",
     "BeamSearchParams": "treadle.llm",
     "LoRARequest": "treadle.lora",
     "SamplingParams": "treadle.sampling_params",
+    "StructuredOutputsParams": "treadle.structured_outputs",
     "RequestOutput": "treadle.outputs",
     "CompletionOutput": "treadle.outputs",
     "RequestMetrics": "treadle.outputs",
@@ -34,6 +36,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

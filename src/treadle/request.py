@@ -8,6 +8,7 @@ updates all rows at once.
 import math
 from collections.abc import Sequence as AbstractSequence
 from enum import Enum, StrEnum
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,14 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Grammar(Protocol):
+    """A compiled grammar of structured outputs, as the text room makes it and the runner uses it."""
+
+    def matcher(self) -> Any:
+        """A new matcher, at the beginning of a text."""
+        ...
+
+
 class Sequence:
     """One stream of tokens: the prompt and what was generated after it.
 
@@ -59,6 +68,7 @@ class Sequence:
         cumulative_logprob: sum of its tokens' log-probabilities; beam search only.
         shares: (sequence, number of tokens) whose KV this one shares and has to wait for, while a group is
             computed again; None when there is nothing to wait for.
+        matcher: how far it has got in the request's grammar; the runner makes it when it needs it, from the tokens.
     """
 
     __slots__ = (
@@ -67,6 +77,7 @@ class Sequence:
         "cumulative_logprob",
         "finish_reason",
         "index",
+        "matcher",
         "request",
         "row",
         "shares",
@@ -81,6 +92,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
         self.shares: tuple[Sequence, int] | None = None
+        self.matcher: Any = None
         self._token_ids = token_ids
         self._counters: IntArray = np.array([len(token_ids), num_computed_tokens], dtype=np.int32)
 
@@ -181,6 +193,7 @@ class Request:
         lora: the adapter that it needs.
         cache_salt: prefixes are shared only among requests with the same salt.
         prompt: the prompt's text, if it was given as text.
+        grammar: what the output has to obey, with structured outputs.
 
     Attributes:
         sequences: one until the prompt is computed, then `n`.
@@ -193,6 +206,7 @@ class Request:
         "cache_salt",
         "deadline",
         "error",
+        "grammar",
         "lora",
         "metrics",
         "num_reserved_seats",
@@ -225,6 +239,7 @@ class Request:
         lora: LoRARequest | None = None,
         cache_salt: str | None = None,
         prompt: str | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids: IntArray = np.asarray(prompt_token_ids, dtype=np.int32)
@@ -238,6 +253,7 @@ class Request:
         self.lora = lora
         self.cache_salt = cache_salt
         self.prompt = prompt
+        self.grammar = grammar
         self.arrival_number = 0
         self.rank: Rank = (1, 0.0, 0)
         self.waiting_since = arrival_time

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 from treadle.errors import InvalidRequestError
+from treadle.structured_outputs import StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
@@ -45,6 +46,8 @@ class SamplingParams:
         length_penalty: beam search divides a sequence's log-probability by its length to this power.
         early_stopping: beam search ends with the first `n` finished sequences (True), when no better one is
             likely to come (False), or when none can come ("never").
+        structured_outputs: the form that the text has to keep; also as a mapping. `min_tokens` gives way where the
+            text is complete and nothing but its end is allowed.
     """
 
     n: int = 1
@@ -71,6 +74,7 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """`stop` as a tuple."""
@@ -107,6 +111,11 @@ class SamplingParams:
                 _check_number(f"logit_bias[{token_id!r}]", bias)
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise InvalidRequestError("allowed_token_ids", "must not be empty; None allows every token")
+        object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+        if self.structured_outputs is not None:
+            for name in ("ignore_eos", "allowed_token_ids"):
+                if getattr(self, name):
+                    raise InvalidRequestError(name, "cannot be combined with structured_outputs")
         object.__setattr__(self, "stop_strings", _as_stop_strings(self.stop))
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError("stop", "stop strings need detokenize=True")

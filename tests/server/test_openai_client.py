@@ -1,6 +1,7 @@
 """openai-python against the server, as people use it."""
 
 import json
+import re
 
 import httpx
 import numpy as np
@@ -141,6 +142,13 @@ def test_loglikelihood(server, client):
         ({"extra_body": {"guided_json": {"type": "object"}}}, 400, "guided_json"),
         ({"extra_body": {"best_of": 0}}, 400, "best_of"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ({"max_tokens": 5000}, 400, "max_tokens"),
+        ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, 400, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"choice": ["a" * 140_000]}}}, 400, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"json": {}}, "ignore_eos": True}}, 400, "ignore_eos"),
+        ({"extra_body": {"response_format": {"type": "json_schema"}}}, 400, "response_format.json_schema"),
+        ({"extra_body": {"response_format": {"type": "xml"}}}, 400, "response_format.type"),
+        ({"stream": True, "extra_body": {"prompt_logprobs": 1}}, 400, "prompt_logprobs"),
     ],
 )
 def test_errors(client, options, status, param):
@@ -155,12 +163,56 @@ def test_errors(client, options, status, param):
 
 def test_what_would_change_the_answer_is_refused(client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for options in ({"tools": [tool]}, {"response_format": {"type": "json_object"}}):
+    for options in ({"tools": [tool]}, {"extra_body": {"guided_regex": "a"}}):
         with pytest.raises(openai.BadRequestError, match="is not supported"):
             client.chat.completions.create(messages=QUESTION, model=MODEL, **options)
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
     with pytest.raises(openai.BadRequestError, match="only parts of type 'text'"):
         client.chat.completions.create(messages=image, model=MODEL)
+
+
+def test_structured_outputs(client):
+    colour = {
+        "type": "object",
+        "properties": {"colour": {"type": "string", "maxLength": 12}, "warm": {"type": "boolean"}},
+        "required": ["colour", "warm"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "colour", "schema": colour, "strict": True}}
+    options = {**GREEDY, "max_tokens": 80, "temperature": 0.8, "seed": 1}
+    answer = client.chat.completions.create(messages=QUESTION, response_format=wanted, n=3, **options)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        value = json.loads(choice.message.content)
+        assert list(value) == ["colour", "warm"]
+        assert isinstance(value["warm"], bool)
+    answer = client.chat.completions.create(
+        messages=QUESTION, response_format={"type": "json_object"}, **{**options, "max_tokens": 400}
+    )
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    for form, pattern in (
+        ({"regex": "[a-c]{3}-[0-9]"}, "[a-c]{3}-[0-9]"),
+        ({"choice": ["red", "green"]}, "red|green"),
+        ({"grammar": 'root ::= "a" | "b" root'}, "b*a"),
+    ):
+        whole = client.completions.create(prompt="It is ", extra_body={"structured_outputs": form}, **options)
+        assert re.fullmatch(pattern, whole.choices[0].text)
+        stream = client.completions.create(
+            prompt="It is ", stream=True, extra_body={"structured_outputs": form}, **options
+        )
+        assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+def test_prompt_logprobs(client):
+    body = {"extra_body": {"prompt_logprobs": 2, "return_token_ids": True}, **GREEDY}
+    chat = client.chat.completions.create(messages=QUESTION, **body).model_dump()
+    completion = client.completions.create(prompt=[chat["prompt_token_ids"]], **body).model_dump()["choices"][0]
+    assert chat["prompt_logprobs"] == completion["prompt_logprobs"]
+    assert chat["prompt_logprobs"][0] is None
+    for token_id, position in zip(chat["prompt_token_ids"][1:], chat["prompt_logprobs"][1:], strict=True):
+        assert position[str(token_id)]["logprob"] <= 0
+        assert 2 <= len(position) <= 3
 
 
 def test_unknown_fields_are_ignored(client):

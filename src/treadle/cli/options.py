@@ -4,9 +4,11 @@ No torch is imported before a model is needed, so that `--help` and mistakes ans
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from treadle.engine_config import DEFAULT_MODEL
+from treadle.errors import InvalidRequestError
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +96,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--min-p", type=float, help="drop tokens below this share of the most likely one")
     group.add_argument("--seed", type=int, help="makes sampling repeatable")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be repeated)")
+    group.add_argument("--json-schema", metavar="FILE", help="answer in JSON that keeps to this schema")
+    group.add_argument("--regex", help="answer in text that matches this regular expression")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end")
 
 
@@ -111,4 +115,16 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of SamplingParams that were given."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    form = {"json": _read_schema(args.json_schema), "regex": args.regex}
+    given = {name: value for name, value in form.items() if value is not None}
+    return {**options, "structured_outputs": given} if given else options
+
+
+def _read_schema(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError("--json-schema", f"{path} cannot be read ({error})") from error

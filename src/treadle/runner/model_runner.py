@@ -32,6 +32,12 @@ class ModelRunner:
         if plan.is_empty:
             return StepResult.nothing()
         self._backend.forward(plan)
+        result = self._answer(plan)
+        errors = self._backend.sampler.grammar_masks.take_errors()
+        return replace(result, errors=errors) if errors else result
+
+    def _answer(self, plan: StepPlan) -> StepResult:
+        """Sample what the plan asks for."""
         if not plan.sequences:
             rows = plan.decode_rows
             tokens = np.arange(len(rows), dtype=np.int32)

@@ -1,6 +1,6 @@
 """Chooses tokens from logits.
 
-Per row: edit (allowed ids, end ids before min_tokens, bias, penalties) → greedy, or temperature → filter
+Per row: edit (grammar, allowed ids, end ids before min_tokens, bias, penalties) → greedy, or temperature → filter
 (top_k, top_p, min_p) → draw. Log-probabilities are those of the untouched logits, as in vLLM.
 What only some rows ask for is done for those rows only.
 """
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from treadle.request import IntArray
+from treadle.runner.grammar_masks import GrammarMasks
 from treadle.runner.noise import uniform
 from treadle.scheduler import RunningBatch, TokenLogprobs
 
@@ -84,6 +85,7 @@ class Sampler:
 
     def __init__(self, kernels: SamplingKernels) -> None:
         self._kernels = kernels
+        self.grammar_masks = GrammarMasks()
 
     def sample(
         self, logits: StepLogits, batch: RunningBatch, rows: IntArray, sequence_index: IntArray
@@ -109,6 +111,9 @@ class Sampler:
         raw, raw_place = values, place[reported]
         if is_edited[reported].any():
             raw, raw_place = values[torch.from_numpy(raw_place).to(values.device)], _numbers(len(reported))
+        structured = np.flatnonzero(sampling.has_grammar[rows])
+        if len(structured):
+            self.grammar_masks.apply(values, place[structured], batch, rows[structured])
         for i in np.flatnonzero(sampling.is_biased[rows]).tolist():
             _bias(values[place[i]], batch, int(rows[i]))
         penalized = np.flatnonzero(sampling.is_penalized[rows])
@@ -142,9 +147,11 @@ class Sampler:
             row: the beam's.
             count: how many, at most V.
         """
+        values, own = logits[None], np.array([row], dtype=np.int32)
+        if batch.sampling.has_grammar[row]:
+            self.grammar_masks.apply(values, _numbers(1), batch, own)
         if batch.sampling.is_biased[row]:
             _bias(logits, batch, row)
-        values, own = logits[None], np.array([row], dtype=np.int32)
         if batch.sampling.is_penalized[row]:
             self._kernels.penalize(values, _numbers(1), batch, own)
         num_top = np.array([min(count, len(logits))], dtype=np.int32)
@@ -168,7 +175,10 @@ def _bias(logits: torch.Tensor, batch: RunningBatch, row: int) -> None:
         logits.masked_fill_(forbidden, -torch.inf)
     if seq.num_output_tokens < params.min_tokens and seq.request.stop_token_ids:
         ends = torch.tensor(sorted(seq.request.stop_token_ids), device=device)
+        end_logits = logits[ends]
         logits[ends] = -torch.inf
+        if params.structured_outputs is not None and not torch.isfinite(logits).any():
+            logits[ends] = end_logits  # the text is complete
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias.keys()), device=device)
         bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)

@@ -31,7 +31,8 @@ class SamplingRows:
         seed: uint64 [rows], of the request.
         sequence_index: int32 [rows], number of the sequence in its request.
         is_greedy: whether the row takes the most likely token.
-        is_biased: whether biases, allowed ids or min_tokens change the row's logits.
+        is_biased: whether biases, allowed ids, min_tokens or a grammar change the row's logits.
+        has_grammar: whether a grammar does.
         is_penalized: whether penalties change the row's logits.
         filters: whether top_k, top_p or min_p drop tokens.
         num_logprobs: int32 [rows], most likely tokens that are reported beside the sampled one; -1 for no report.
@@ -50,6 +51,7 @@ class SamplingRows:
         self.sequence_index: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.is_greedy: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.is_biased: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.has_grammar: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.is_penalized: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.filters: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.num_logprobs: IntArray = np.full(num_rows, -1, dtype=np.int32)
@@ -67,7 +69,10 @@ class SamplingRows:
         self.seed[row] = seed
         self.sequence_index[row] = sequence_index
         self.is_greedy[row] = params.is_greedy
-        self.is_biased[row] = bool(params.min_tokens or params.logit_bias or params.allowed_token_ids)
+        self.has_grammar[row] = params.structured_outputs is not None
+        self.is_biased[row] = bool(
+            params.min_tokens or params.logit_bias or params.allowed_token_ids or params.structured_outputs
+        )
         self.is_penalized[row] = bool(
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )

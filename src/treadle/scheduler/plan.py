@@ -6,7 +6,7 @@ from enum import Enum, StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from treadle.request import IntArray, Request
+from treadle.request import IntArray, Request, Sequence
 from treadle.scheduler.batch import RunningBatch
 
 
@@ -175,12 +175,14 @@ class StepResult:
         num_accepted: int32 [len(plan.decode_rows)], with lookahead slots: how many of each row's tokens
             count, at least 1. The KV of all but the last of them is in place.
         logprobs: row → log-probabilities of the row's sampled token, for rows that asked.
+        errors: sequences whose requests cannot go on, and why.
     """
 
     sequences: tuple[SequenceResult, ...]
     decode_token_ids: IntArray
     num_accepted: IntArray | None = None
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: tuple[tuple[Sequence, str], ...] = ()
 
     @staticmethod
     def nothing() -> "StepResult":

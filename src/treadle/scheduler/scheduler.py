@@ -245,6 +245,8 @@ class Scheduler:
         outputs = self._append(plan, result, first, prompt_logprobs)
         for request, answers in beams.items():
             beam_step.advance(self._state, request, answers)
+        for seq, error in result.errors:
+            self._fail_request(seq, error)
         self._apply_aborts()
         return outputs
 
@@ -340,6 +342,16 @@ class Scheduler:
         if plan is not self._plan:
             raise EngineError(f"step {plan.step} is not the one being executed")
         self._plan = None
+
+    def _fail_request(self, seq: Sequence, error: str) -> None:
+        """The runner could not go on with a sequence: its request ends, also if the last token has just ended it."""
+        request = seq.request
+        if seq.is_finished:
+            seq.finish_reason = FinishReason.ERROR
+        if request.is_finished:
+            request.error = error
+        else:
+            lifecycle.end_request(self._state, request, FinishReason.ERROR, error=error)
 
     def _apply_aborts(self) -> None:
         aborts, self._aborts_after_step = self._aborts_after_step, []

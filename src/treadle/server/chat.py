@@ -9,7 +9,7 @@ from treadle.errors import EngineError, InvalidRequestError
 from treadle.outputs import CompletionOutput
 from treadle.server.call import Call
 from treadle.server.protocol import ChatRequest, flatten_content
-from treadle.server.responses import JSON, chat_logprobs, finish_fields, sse, usage, usage_of
+from treadle.server.responses import JSON, chat_logprobs, finish_fields, prompt_logprobs, sse, usage, usage_of
 from treadle.server.service import Service
 
 RESERVED_TEMPLATE_NAMES = {"messages", "add_generation_prompt", "bos_token", "eos_token"}
@@ -43,13 +43,17 @@ class Chat(Call[ChatRequest]):
         self._num_top = request.top_logprobs or 0
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequestError("top_logprobs", "needs logprobs=true")
+        most = service.built.limits.max_logprobs
+        if not 0 <= self._num_top <= most:
+            raise InvalidRequestError("top_logprobs", f"must be between 0 and {most}, got {self._num_top}")
 
     async def start(self) -> list[RequestStream]:
         """Queue the conversation."""
         request = self._request
+        max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         params = request.sampling_params(
             self._service.sampling_defaults,
-            max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+            max_tokens=max_tokens,
             logprobs=self._num_top if request.logprobs else None,
             n=request.n,
         )
@@ -64,6 +68,7 @@ class Chat(Call[ChatRequest]):
             request.options(),
             stream=request.stream,
             add_special_tokens=False,
+            max_tokens=max_tokens,
         )
 
     async def answer(self, streams: Sequence[RequestStream], http: HTTPRequest) -> JSON:
@@ -83,6 +88,8 @@ class Chat(Call[ChatRequest]):
         body = {**self._body("chat.completion", choices), "usage": usage_of([output])}
         if self._request.return_token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
+        if self._request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(output)
         return body
 
     async def stream(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:

@@ -15,6 +15,7 @@ from treadle.server.responses import (
     JSON,
     completion_logprobs,
     finish_fields,
+    prompt_logprobs,
     sse,
     usage,
     usage_of,
@@ -71,6 +72,7 @@ class Completion(Call[CompletionRequest]):
             request.options(),
             stream=request.stream,
             add_special_tokens=request.add_special_tokens,
+            max_tokens=request.max_tokens if "max_tokens" in request.model_fields_set else None,
         )
 
     async def answer(self, streams: Sequence[RequestStream], http: HTTPRequest) -> JSON:
@@ -146,7 +148,7 @@ class Completion(Call[CompletionRequest]):
             choice["token_ids"] = told.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids
         if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _vllm_prompt_logprobs(output)
+            choice["prompt_logprobs"] = prompt_logprobs(output)
         return choice
 
     @property
@@ -155,15 +157,3 @@ class Completion(Call[CompletionRequest]):
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-
-def _vllm_prompt_logprobs(output: RequestOutput) -> list[JSON | None]:
-    return [
-        None
-        if position is None
-        else {
-            str(token_id): {"logprob": e.logprob, "rank": e.rank, "decoded_token": e.decoded_token}
-            for token_id, e in position.items()
-        }
-        for position in output.prompt_logprobs or ()
-    ]

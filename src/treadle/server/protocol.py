@@ -4,19 +4,23 @@ Types are checked here; values by SamplingParams and the engine, whose errors na
 change the answer and are not supported are refused; others that nobody knows are ignored, and logged.
 """
 
+import json
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from treadle.errors import InvalidRequestError
 from treadle.sampling_params import SamplingParams
+from treadle.structured_outputs import StructuredOutputsParams
 from treadle.text.input_processor import RequestOptions
 
 logger = logging.getLogger("treadle")
 
 MAX_N = 128
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_SCHEMA_CHARS = 2**17
+"""Longest schema, grammar or list of choices; what it may cost beyond its length, llguidance limits."""
 
 
 class StreamOptions(BaseModel):
@@ -26,6 +30,31 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
+class JSONSchemaFormat(BaseModel):
+    """A schema, and what the client calls it."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchemaFormat | None = None
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """The same as StructuredOutputsParams takes it."""
+        if self.type == "json_object":
+            return {"json_object": True}
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            raise InvalidRequestError("response_format.json_schema", "is needed with type 'json_schema'")
+        schema = self.json_schema.schema_
+        return {"json": schema if isinstance(schema, dict) else json.dumps(schema)}
+
+
 class GenerationRequest(BaseModel):
     """What /v1/completions and /v1/chat/completions have in common."""
 
@@ -33,8 +62,6 @@ class GenerationRequest(BaseModel):
 
     # A field that is here and has a value other than these is refused.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": (None, {"type": "text"}),
-        "structured_outputs": (None,),
         "guided_json": (None,),
         "guided_regex": (None,),
         "guided_choice": (None,),
@@ -47,6 +74,7 @@ class GenerationRequest(BaseModel):
 
     model: str | None = None
     max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int = 1
@@ -75,6 +103,7 @@ class GenerationRequest(BaseModel):
     request_id: str | None = None
     cache_salt: str | None = None
     return_token_ids: bool = False
+    structured_outputs: dict[str, Any] | None = None
     # Treadle's.
     tenant: str | None = None
     deadline_s: float | None = None
@@ -115,6 +144,8 @@ class GenerationRequest(BaseModel):
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             if (value := getattr(self, name)) is not None
         }
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs", "cannot be streamed by this server")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "is only for stream=true")
         return SamplingParams(
@@ -136,7 +167,19 @@ class GenerationRequest(BaseModel):
             length_penalty=self.length_penalty,
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            structured_outputs=self._structured_outputs(),
         )
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        wanted = None if self.response_format is None else self.response_format.structured_outputs()
+        if wanted is not None and self.structured_outputs is not None:
+            raise InvalidRequestError("structured_outputs", "give at most one of it and response_format")
+        params = StructuredOutputsParams.of(wanted or self.structured_outputs)
+        if params is not None and params.num_chars > MAX_SCHEMA_CHARS:
+            raise InvalidRequestError(
+                "structured_outputs", f"must have at most {MAX_SCHEMA_CHARS} characters, got {params.num_chars}"
+            )
+        return params
 
 
 class CompletionRequest(GenerationRequest):

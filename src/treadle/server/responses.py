@@ -97,6 +97,19 @@ def finish_fields(completion: CompletionOutput) -> JSON:
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
+def prompt_logprobs(output: RequestOutput) -> list[JSON | None]:
+    """vLLM's way to tell them: a mapping from token id per position, null at the first."""
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {"logprob": _finite(e.logprob), "rank": e.rank, "decoded_token": e.decoded_token}
+            for token_id, e in position.items()
+        }
+        for position in output.prompt_logprobs or ()
+    ]
+
+
 def _chat_token(entry: Logprob) -> JSON:
     text = entry.decoded_token or ""
     return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode())}

@@ -69,8 +69,17 @@ class Service:
         *,
         stream: bool,
         add_special_tokens: bool,
+        max_tokens: int | None,
     ) -> list[RequestStream]:
-        """Queue one request per prompt; all of them or none."""
+        """Queue one request per prompt; all of them or none.
+
+        Args:
+            request_id: of the call; several prompts get numbers after it.
+            prompts, params, options: what is asked for.
+            stream: an output per token, rather than one at the end.
+            add_special_tokens: whether texts get what the model puts around a text.
+            max_tokens: what the client asked for, which has to fit; None if it named no number.
+        """
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise InvalidRequestError("prompt", f"there must be 1 to {MAX_PROMPTS} prompts, got {len(prompts)}")
         if self.is_stopping:
@@ -87,6 +96,15 @@ class Service:
                 add_special_tokens=add_special_tokens,
             )
         )
+        max_model_len = self.built.limits.max_model_len
+        for request in requests:
+            num_prompt_tokens = len(request.prompt_token_ids)
+            if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
+                raise InvalidRequestError(
+                    "max_tokens",
+                    f"{max_tokens} after a prompt of {num_prompt_tokens} tokens is more than the model's length of "
+                    f"{max_model_len}; at most {max_model_len - num_prompt_tokens} fit",
+                )
         return await self.engine.add(requests, stream=stream)
 
     async def finish(self, streams: Sequence[RequestStream], http: HTTPRequest) -> list[RequestOutput]:

@@ -11,6 +11,7 @@ from treadle.errors import InvalidRequestError
 from treadle.lora import LoRARequest
 from treadle.request import Request
 from treadle.sampling_params import SamplingParams
+from treadle.text.grammar import GrammarCompiler
 from treadle.text.tokenizer import Tokenizer
 
 
@@ -81,6 +82,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = eos_token_ids
+        self._grammars = GrammarCompiler(tokenizer, limits.vocab_size, eos_token_ids)
 
     def make_requests(
         self,
@@ -137,6 +139,7 @@ class InputProcessor:
                 "min_tokens",
                 f"is {params.min_tokens}, but every allowed_token_ids entry ends the output",
             )
+        structured = params.structured_outputs
         return Request(
             request_id,
             token_ids,
@@ -149,6 +152,7 @@ class InputProcessor:
             lora=options.lora_request,
             cache_salt=prompt.cache_salt,
             prompt=prompt.text,
+            grammar=None if structured is None else self._grammars.compile(structured),
         )
 
 

@@ -1,0 +1,57 @@
+"""Structured outputs: tokens that would break a sequence's grammar get no probability."""
+
+import numpy as np
+import torch
+from llguidance import LLExecutor
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+from treadle.request import IntArray, Sequence
+from treadle.scheduler import RunningBatch
+from treadle.text.grammar import Matcher
+
+
+class GrammarMasks:
+    """Finds which tokens may come next, for all sequences of a step that have a grammar, in parallel."""
+
+    def __init__(self) -> None:
+        self._executor: LLExecutor | None = None
+        self._errors: list[tuple[Sequence, str]] = []
+
+    def take_errors(self) -> tuple[tuple[Sequence, str], ...]:
+        """Sequences whose grammar turned out too complex to follow, and why, each told once."""
+        errors, self._errors = tuple(self._errors), []
+        return errors
+
+    @torch.inference_mode()
+    def apply(self, values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+        """Set the logits of forbidden tokens to -inf, in place.
+
+        Args:
+            values: float32 [.., V].
+            place: int32 [n], row of `values` for each entry.
+            batch, rows: whose the entries are, int32 [n]; a row may stand there several times.
+        """
+        if self._executor is None:
+            self._executor = LLExecutor(torch.get_num_threads())
+        vocab_size = values.shape[1]
+        distinct, which = np.unique(rows, return_inverse=True)
+        matchers = [_matcher(batch.sequences[row]) for row in distinct.tolist()]
+        masks = allocate_token_bitmask(len(matchers), vocab_size)
+        fill_next_token_bitmask_par(self._executor, [(m.backend, i) for i, m in enumerate(matchers)], masks)
+        for row, matcher in zip(distinct.tolist(), matchers, strict=True):
+            if (error := matcher.error) is not None:
+                self._errors.append((batch.sequences[row], f"structured_outputs: {error}"))
+        allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
+        forbidden = torch.from_numpy(allowed == 0).to(values.device)
+        for i, k in zip(place.tolist(), which.tolist(), strict=True):
+            values[i].masked_fill_(forbidden[k], -torch.inf)
+
+
+def _matcher(seq: Sequence) -> Matcher:
+    """The sequence's matcher, where its output is now."""
+    if seq.matcher is None:
+        assert seq.request.grammar is not None
+        seq.matcher = seq.request.grammar.matcher()
+    matcher: Matcher = seq.matcher
+    matcher.follow(seq.output_token_ids)
+    return matcher

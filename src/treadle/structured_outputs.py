@@ -1,0 +1,86 @@
+"""What the text of an answer has to look like. Names are those of vLLM's StructuredOutputsParams."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from treadle.errors import InvalidRequestError
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """A form that the generated text keeps to, from its first character to its end. Exactly one of the first five.
+
+    Attributes:
+        json: a JSON schema, as a mapping or as text.
+        regex: a regular expression that the whole text matches (the syntax of Rust's regex crate).
+        choice: the text is one of these.
+        grammar: a context-free grammar, in llguidance's dialect of Lark or in GBNF.
+        json_object: any JSON object.
+        disable_any_whitespace: no whitespace between the parts of a JSON text.
+        whitespace_pattern: a regular expression for the whitespace between them.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                "structured_outputs", f"give exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}"
+            )
+        if self.json is not None and not isinstance(self.json, (str, dict, bool)):
+            raise _wrong("json", "must be a JSON schema", self.json)
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise _wrong(name, "must be text", value)
+        if self.json_object not in (None, True, False):
+            raise _wrong("json_object", "must be true", self.json_object)
+        if self.choice is not None and (
+            isinstance(self.choice, str)
+            or not isinstance(self.choice, Sequence)
+            or not self.choice
+            or not all(isinstance(text, str) and text for text in self.choice)
+        ):
+            raise _wrong("choice", "must be a list of texts that are not empty", self.choice)
+        if (self.disable_any_whitespace or self.whitespace_pattern) and not self.is_json:
+            name = "whitespace_pattern" if self.whitespace_pattern else "disable_any_whitespace"
+            raise InvalidRequestError(f"structured_outputs.{name}", "is only for json and json_object")
+
+    @classmethod
+    def of(cls, value: Any) -> "StructuredOutputsParams | None":
+        """`value` if it is one of these, or one made from a mapping; InvalidRequestError for anything else."""
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, dict):
+            raise InvalidRequestError("structured_outputs", f"must be a mapping, got {value!r}")
+        known = {entry.name for entry in fields(cls)}
+        unknown = sorted(str(name) for name in set(value) - known)
+        if unknown:
+            raise InvalidRequestError("structured_outputs", f"unknown key {unknown[0]!r}; there are {sorted(known)}")
+        return cls(**value)
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the text is JSON."""
+        return self.json is not None or bool(self.json_object)
+
+    @property
+    def num_chars(self) -> int:
+        """Length of what was given, to limit it; JSON is counted as compact text."""
+        given = next(value for name in KINDS if (value := getattr(self, name)) not in (None, False))
+        return len(given) if isinstance(given, str) else len(json.dumps(given, ensure_ascii=False, default=str))
+
+
+def _wrong(name: str, wanted: str, value: Any) -> InvalidRequestError:
+    return InvalidRequestError(f"structured_outputs.{name}", f"{wanted}, got {str(value)[:100]!r}")

@@ -1,0 +1,120 @@
+"""Grammars for structured outputs, by llguidance: which tokens may come next in a text that has to keep a form."""
+
+import json
+import threading
+from functools import lru_cache
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from treadle.errors import InvalidRequestError
+from treadle.structured_outputs import StructuredOutputsParams
+from treadle.text.tokenizer import Tokenizer
+
+FIELD = "structured_outputs"
+KEPT_GRAMMARS = 128
+"""Compiled grammars that are kept for requests to come."""
+
+
+class Grammar:
+    """A compiled grammar.
+
+    Args:
+        start: a matcher that has seen nothing; it stays so.
+    """
+
+    def __init__(self, start: llguidance.LLMatcher) -> None:
+        self._start = start
+
+    def matcher(self) -> "Matcher":
+        """A new matcher, at the beginning of a text."""
+        return Matcher(self._start.deep_copy())
+
+
+class Matcher:
+    """How far one sequence has got in its grammar.
+
+    It follows the sequence by its tokens alone, so a sequence may be preempted, forked, or (in a beam search) become
+    another one: what is not the same any more is taken back.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self.backend = matcher
+        self._seen: list[int] = []
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed any further; None while it can."""
+        return self.backend.get_error().partition("\n")[0] if self.backend.is_error() else None
+
+    def follow(self, token_ids: list[int]) -> None:
+        """Go to where the output is `token_ids`."""
+        seen = self._seen
+        common = len(seen)
+        if token_ids[:common] != seen:
+            common = next(i for i, old in enumerate(seen) if i >= len(token_ids) or token_ids[i] != old)
+            self.backend.rollback(len(seen) - common)
+        self.backend.consume_tokens(token_ids[common:])
+        self._seen = token_ids
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for. May be called from several threads.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: number of logits.
+        eos_token_ids: they may come where the text is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._compile_text = lru_cache(KEPT_GRAMMARS)(self._compile)
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """The grammar of `params`; InvalidRequestError says what is wrong with it."""
+        if not self._eos_token_ids:
+            raise InvalidRequestError(FIELD, "need a model that has an end-of-sequence token")
+        try:
+            text = _grammar_text(params)
+        except ValueError as error:
+            raise InvalidRequestError(FIELD, str(error)) from None
+        return self._compile_text(text)
+
+    def _compile(self, text: str) -> Grammar:
+        matcher = llguidance.LLMatcher(self._get_vocabulary(), text, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequestError(FIELD, matcher.get_error().strip())
+        return Grammar(matcher)
+
+    def _get_vocabulary(self) -> llguidance.LLTokenizer:
+        """The vocabulary as llguidance needs it, made when the first request asks (a quarter of a second)."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = llguidance.LLTokenizer(
+                    self._tokenizer.backend.to_str(), n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids)
+                )
+            return self._vocabulary
+
+
+def _grammar_text(params: StructuredOutputsParams) -> str:
+    """The grammar as llguidance reads it."""
+    matcher = llguidance.LLMatcher
+    if params.is_json:
+        schema = {"type": "object"} if params.json is None else params.json
+        options: llguidance.JsonCompileOptions = {"whitespace_flexible": not params.disable_any_whitespace}
+        if params.whitespace_pattern is not None:
+            options["whitespace_pattern"] = params.whitespace_pattern
+        return matcher.grammar_from_json_schema(
+            schema if isinstance(schema, str) else json.dumps(schema), overrides=options
+        )
+    if params.regex is not None:
+        return matcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice))
+    assert params.grammar is not None
+    return matcher.grammar_from_lark(any_to_lark(params.grammar))

@@ -1,0 +1,123 @@
+"""Grammars against brute force over the vocabulary."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from treadle.errors import InvalidRequestError
+from treadle.structured_outputs import StructuredOutputsParams
+from treadle.text.grammar import GrammarCompiler
+
+CHOICES = ["yes", "no", "yellow", 'say "no"', "a\nb", "Grüße 😀", "none at all"]
+
+
+@pytest.fixture(scope="module")
+def compiler(embedded_model):
+    return GrammarCompiler(embedded_model.tokenizer, embedded_model.config.vocab_size, embedded_model.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def token_bytes(embedded_model):
+    """The bytes of every token: GPT-2's printable stand-ins put back; None for special ones."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stands_for = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    tokenizer = embedded_model.tokenizer
+    return [
+        None
+        if i in tokenizer.special_token_ids
+        else bytes(stands_for[char] for char in tokenizer.backend.id_to_token(i))
+        for i in range(embedded_model.config.vocab_size)
+    ]
+
+
+def allowed(matcher, vocab_size):
+    mask = allocate_token_bitmask(1, vocab_size)
+    fill_next_token_bitmask(matcher.backend, mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def brute_force(choices, text, token_bytes, eos_ids):
+    """Tokens after which some choice can still be reached; the end where one is complete."""
+    wanted = [choice.encode() for choice in choices]
+    found = {
+        i
+        for i, piece in enumerate(token_bytes)
+        if piece and any(choice.startswith(text + piece) for choice in wanted)
+    }
+    return found | (set(eos_ids) if text in wanted else set())
+
+
+def test_masks_are_those_of_brute_force_all_along(compiler, token_bytes, embedded_model):
+    eos = embedded_model.eos_token_ids
+    grammar = compiler.compile(StructuredOutputsParams(choice=CHOICES))
+    for choice in CHOICES:
+        matcher, text, seen = grammar.matcher(), b"", []
+        for token in [*embedded_model.tokenizer.encode(choice), None]:
+            matcher.follow(list(seen))
+            mask, expected = allowed(matcher, len(token_bytes)), brute_force(CHOICES, text, token_bytes, eos)
+            if len({choice.encode()[len(text) :][:1] for choice in CHOICES if choice.encode().startswith(text)}) > 1:
+                assert mask == expected
+            else:  # where the next byte is certain, only the token that the tokenizer would choose is left
+                assert mask
+                assert mask <= expected
+            if token is not None:
+                text += token_bytes[token]
+                seen.append(token)
+        assert text == choice.encode()
+        assert matcher.error is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(jumps=st.lists(st.tuples(st.sampled_from(CHOICES), st.integers(0, 12)), max_size=8))
+def test_a_matcher_follows_wherever_its_sequence_goes(compiler, embedded_model, jumps):
+    """Back, forth, and on to another output, as a beam's."""
+    grammar = compiler.compile(StructuredOutputsParams(choice=CHOICES))
+    matcher = grammar.matcher()
+    for text, length in jumps:
+        tokens = embedded_model.tokenizer.encode(text)[:length]
+        matcher.follow(tokens)
+        fresh = grammar.matcher()
+        fresh.follow(tokens)
+        vocab_size = embedded_model.config.vocab_size
+        assert allowed(matcher, vocab_size) == allowed(fresh, vocab_size)
+        assert matcher.error is None
+
+
+def test_the_same_grammar_is_compiled_once(compiler):
+    first, second, other = (
+        compiler.compile(StructuredOutputsParams(regex=regex)) for regex in ("[a-z]+x", "[a-z]+x", "[a-z]+y")
+    )
+    assert first is second
+    assert first is not other
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"regex": "(a"}, "unclosed group"),
+        ({"json": {"type": "thing"}}, "thing"),
+        ({"json": "{"}, "EOF"),
+        ({"json": {"$ref": "http://localhost/x"}}, "localhost"),
+        ({"json": {"$ref": "file:///etc/passwd"}}, "passwd"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"choice": []}, "choice"),
+        ({"choice": "yes"}, "choice"),
+        ({"regex": 3}, "regex"),
+        ({}, "exactly one"),
+        ({"regex": "a", "grammar": "b"}, "regex and grammar"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"),
+    ],
+)
+def test_mistakes_are_told(compiler, params, message):
+    with pytest.raises(InvalidRequestError, match="structured_outputs") as error:
+        compiler.compile(StructuredOutputsParams(**params))
+    assert message in str(error.value)
+
+
+def test_a_model_without_an_end_cannot_keep_a_form(embedded_model):
+    compiler = GrammarCompiler(embedded_model.tokenizer, embedded_model.config.vocab_size, frozenset())
+    with pytest.raises(InvalidRequestError, match="end-of-sequence"):
+        compiler.compile(StructuredOutputsParams(regex="a"))
