@@ -3,6 +3,7 @@
 import json
 import threading
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
@@ -10,6 +11,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 from treadle.errors import InvalidRequestError
 from treadle.structured_outputs import StructuredOutputsParams
 from treadle.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 FIELD = "structured_outputs"
 KEPT_GRAMMARS = 128
@@ -106,7 +110,7 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
     matcher = llguidance.LLMatcher
     if params.is_json:
         schema = {"type": "object"} if params.json is None else params.json
-        options: llguidance.JsonCompileOptions = {"whitespace_flexible": not params.disable_any_whitespace}
+        options: JsonCompileOptions = {"whitespace_flexible": not params.disable_any_whitespace}
         if params.whitespace_pattern is not None:
             options["whitespace_pattern"] = params.whitespace_pattern
         return matcher.grammar_from_json_schema(
