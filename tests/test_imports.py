@@ -27,6 +27,7 @@ ROOMS = [
     {"compute"},
     {"build"},
     {"llm"},
+    {"page"},
     {"server"},
     {"cli"},
     {"__main__"},

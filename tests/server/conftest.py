@@ -43,6 +43,7 @@ class RunningServer:
         return self.built.engine.scheduler
 
     def stop(self):
+        self.app.state.service.is_stopping = True  # as `treadle serve` does on a signal
         self.server.should_exit = True
         self._thread.join(timeout=20)
         assert not self._thread.is_alive()

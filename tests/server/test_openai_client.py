@@ -270,9 +270,12 @@ def test_the_scheduler_can_be_watched(server):
         for line in steps.iter_lines():
             if line.startswith("data: "):
                 records.append(json.loads(line[6:]))
-                if "cmpl-watched" in records[-1]["finished"]:
+                if "cmpl-watched" in records[-1].get("finished", ()):
                     break
     (state,) = states
+    begin, *records = records
+    assert set(begin) == {"state"}
+    assert begin["state"]["step"] < records[0]["step"]
     assert [request["id"] for request in state["running"]] == ["cmpl-watched"]
     assert state["running"][0]["sequences"][0]["computed"] > 0
     assert state["blocks"]["referenced"] > 0

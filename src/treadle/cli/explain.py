@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import webbrowser
 from pathlib import Path
 
 from treadle.engine.recording import Recording
 from treadle.errors import InvalidRequestError
+from treadle.page import standalone_page
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -14,11 +16,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "explain",
         help="tell what a recorded run did",
         description="Tell what a run did that was recorded with --record (or LLM(record=…)): the step table, one "
-        "request's story, or a trace that opens in Perfetto (ui.perfetto.dev) and chrome://tracing.",
+        "request's story, a page to step through it in a browser, or a trace that opens in Perfetto "
+        "(ui.perfetto.dev) and chrome://tracing.",
     )
     parser.add_argument("recording", type=Path, metavar="RUN.jsonl", help="the recording")
     parser.add_argument("--request", metavar="ID", help="tell one request's story")
     parser.add_argument("--steps", metavar="FIRST-LAST", help="draw these steps only")
+    parser.add_argument("--web", action="store_true", help="write RUN.html, a page that shows it, and open it")
+    parser.add_argument("--output", type=Path, metavar="OUT.html", help="with --web: write here, and open nothing")
     parser.add_argument("--chrome-trace", type=Path, metavar="OUT.json", help="write a trace for Perfetto")
     parser.set_defaults(run=run)
 
@@ -26,7 +31,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     recording = Recording(args.recording)
-    if args.chrome_trace is not None:
+    if args.output is not None and not args.web:
+        raise InvalidRequestError("--output", "is only for --web")
+    if args.web:
+        _write_page(recording, args.recording, args.output)
+    elif args.chrome_trace is not None:
         try:
             args.chrome_trace.write_text(json.dumps(recording.chrome_trace()), encoding="utf-8")
         except OSError as error:
@@ -37,6 +46,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(recording.table(*_step_range(args.steps)))
     return 0
+
+
+def _write_page(recording: Recording, source: Path, output: Path | None) -> None:
+    path = output or source.with_suffix(".html")
+    try:
+        path.write_text(standalone_page(source.name, [recording.header, *recording.records]), encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError("--output", f"{path} cannot be written ({error})") from error
+    is_shown = output is None and webbrowser.open(path.resolve().as_uri())
+    print(f"{path}: {len(recording.records)} steps" + ("" if is_shown else "; open it in a browser"))
 
 
 def _step_range(text: str | None) -> tuple[int | None, int | None]:

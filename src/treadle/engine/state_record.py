@@ -19,6 +19,7 @@ def describe_state(scheduler: Scheduler, now: float) -> dict[str, Any]:
     elsewhere = {request.request_id for request in [*waiting, *swapped]}
     running = [r for r in scheduler.unfinished_requests() if r.request_id not in elsewhere]
     return {
+        "step": scheduler.num_steps,
         "time": now,
         "waiting": [_request(request, now) for request in waiting],
         "running": [_request(request, now) for request in running],
@@ -27,6 +28,7 @@ def describe_state(scheduler: Scheduler, now: float) -> dict[str, Any]:
             "total": scheduler.kv.pool.num_blocks,
             **describe_blocks(scheduler),
             "size": scheduler.kv.block_size,
+            "host_total": scheduler.kv.host_pool.num_blocks,
         },
         "scheduler": asdict(scheduler.config),
     }
@@ -37,6 +39,9 @@ def _request(request: Request, now: float) -> dict[str, Any]:
     return {
         "id": request.request_id,
         "age": now - request.arrival_time,
+        "arrival": request.arrival_time,
+        "n": request.sampling_params.n,
+        "max_tokens": request.sampling_params.max_tokens,
         "priority": request.priority,
         "prompt_tokens": len(request.prompt_token_ids),
         "cached_tokens": metrics.num_cached_tokens,

@@ -1,5 +1,5 @@
-"""What a step did, as plain data that can be written as JSON: the one description that the step table, the recorder
-and `treadle explain` share.
+"""What a step did, as plain data that can be written as JSON: the one description that the step table, the recorder,
+`treadle explain` and the page share.
 
 A record is a mapping::
 
@@ -10,9 +10,10 @@ A record is a mapping::
     idle                    requests that run but had no part in the step
     preempted               [{request, for, mode}]
     swapped_in, ignored     requests
-    arrived                 request → {prompt_tokens, n, priority, time}
+    arrived                 request → {prompt_tokens, max_tokens, n, priority, time}
     finished                request → {reason, output_tokens, cached_tokens, preemptions, queue_time, …}
     blocks                  {referenced, cached, free, host_used, host_free}
+    block_changes           which blocks are held by whom since this step, see block_map
     swaps_out, swaps_in, copies   [[source block, target block]]
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from treadle.clock import Clock
+from treadle.engine.block_map import BlockMap
 from treadle.request import Request
 from treadle.scheduler import Scheduler, StepPlan
 
@@ -39,12 +41,19 @@ class StepDescriber:
         self._clock = clock
         self._known: set[str] = set()
         self._record: StepRecord = {}
+        self.blocks = BlockMap(scheduler)
+
+    def catch_up(self) -> None:
+        """Forget what earlier records have told: the next one starts from the state as it is now."""
+        self._known = {request.request_id for request in self._scheduler.unfinished_requests()}
+        self.blocks.changes()
 
     def begin(self, plan: StepPlan) -> None:
         """Describe a step before it runs."""
         start = self._clock.now()
         self._record = describe_plan(plan, self._scheduler, self._known)
         self._record["time"] = start
+        self._record["block_changes"] = self.blocks.changes()
 
     def end(self, finished: Iterable[Request]) -> StepRecord:
         """The record, with what came of the step."""
@@ -87,6 +96,7 @@ def describe_plan(plan: StepPlan, scheduler: Scheduler, known: set[str]) -> Step
             known.add(request.request_id)
             arrived[request.request_id] = {
                 "prompt_tokens": len(request.prompt_token_ids),
+                "max_tokens": request.sampling_params.max_tokens,
                 "n": request.sampling_params.n,
                 "priority": request.priority,
                 "time": request.arrival_time,

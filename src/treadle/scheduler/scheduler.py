@@ -104,6 +104,11 @@ class Scheduler:
         return self._state.num_lookahead_slots
 
     @property
+    def num_steps(self) -> int:
+        """Steps planned so far; the number of the last one."""
+        return self._state.step
+
+    @property
     def num_unfinished_requests(self) -> int:
         """Requests waiting, running or swapped."""
         return len(self._state.requests)

@@ -16,6 +16,7 @@ from treadle._version import __version__
 from treadle.build import BuiltEngine
 from treadle.engine.state_record import describe_state
 from treadle.errors import EngineError, InvalidRequestError, Overloaded
+from treadle.page import CONTENT_SECURITY_POLICY, CONTENT_TYPES, static_files
 from treadle.server.chat import Chat, render_chat
 from treadle.server.completions import Completion
 from treadle.server.feed import StepFeed
@@ -49,7 +50,7 @@ def create_app(
     """
     service = Service(built, model_name)
     metrics = Metrics(built.engine.scheduler, built.engine.clock, model_name)
-    feed = StepFeed(built.engine.scheduler, built.engine.clock)
+    feed = StepFeed(built.engine.scheduler, built.engine.clock, service.engine)
     built.engine.add_observer(metrics)
     built.engine.add_observer(feed)
 
@@ -70,6 +71,7 @@ def create_app(
     _add_text(app, service)
     _add_status(app, service, metrics)
     _add_scheduler(app, service, feed)
+    _add_page(app)
     return app
 
 
@@ -172,11 +174,25 @@ def _add_scheduler(app: FastAPI, service: Service, feed: StepFeed) -> None:
 
     @app.get("/scheduler/steps")
     async def steps() -> Response:
+        if service.engine.error is not None:
+            raise service.engine.error
+
         async def events() -> AsyncIterator[bytes]:
             async for record in feed.follow(lambda: service.is_stopping):
                 yield b": nothing new\n\n" if record is None else sse(record)
 
         return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    @app.get("/page/{path:path}", include_in_schema=False)
+    async def page(path: str = "index.html") -> Response:
+        text = static_files().get(path)
+        if text is None:
+            raise HTTPException(404, f"there is no /page/{path}")
+        headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY, "Cache-Control": "no-cache"}
+        return Response(text, media_type=CONTENT_TYPES[path.rpartition(".")[2]], headers=headers)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -3,8 +3,11 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 from treadle.clock import Clock
+from treadle.engine.async_engine import AsyncEngine
+from treadle.engine.state_record import describe_state
 from treadle.engine.step_record import StepDescriber, StepRecord
 from treadle.request import Request
 from treadle.scheduler import Scheduler, StepPlan
@@ -12,7 +15,8 @@ from treadle.scheduler import Scheduler, StepPlan
 MAX_PENDING = 500
 """Records that wait for a slow reader; of more, the oldest are dropped, and the next one says how many."""
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 1.0
+"""A reader hears something this often, and a server that stops waits no longer for it."""
 
 
 class _Follower:
@@ -30,6 +34,13 @@ class _Follower:
         self.pending.append(record)
         self.wake.set()
 
+    def take(self) -> StepRecord:
+        record = self.pending.popleft()
+        if self.num_missed:
+            record = {**record, "missed": self.num_missed}
+            self.num_missed = 0
+        return record
+
 
 class StepFeed:
     """An observer that describes steps while somebody follows, and costs nothing otherwise.
@@ -37,9 +48,13 @@ class StepFeed:
     Args:
         scheduler: of the engine.
         clock: of the engine.
+        engine: runs the steps.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Clock, engine: AsyncEngine) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._engine = engine
         self._describer = StepDescriber(scheduler, clock)
         self._followers: set[_Follower] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -57,26 +72,28 @@ class StepFeed:
             self._loop.call_soon_threadsafe(self._publish, self._describer.end(finished))
 
     def _publish(self, record: StepRecord) -> None:
-        for follower in self._followers:
+        for follower in tuple(self._followers):
             follower.put(record)
 
-    async def follow(self, has_ended: Callable[[], bool]) -> AsyncIterator[StepRecord | None]:
-        """Records from now on; None when there was nothing for a while.
+    async def follow(self, has_ended: Callable[[], bool]) -> AsyncIterator[dict[str, Any] | None]:
+        """First {"state": …}, then the records of all further steps; None when there was nothing for a while.
 
         Args:
             has_ended: asked between records.
+
+        Raises:
+            EngineError: the engine is dead.
         """
         self._loop = asyncio.get_running_loop()
         follower = _Follower()
-        self._followers.add(follower)
         try:
+            state = await self._engine.call(lambda: self._begin(follower))
+            yield {"state": state}
             while not has_ended():
                 while follower.pending:
-                    record = follower.pending.popleft()
-                    if follower.num_missed:
-                        record = {**record, "missed": follower.num_missed}
-                        follower.num_missed = 0
-                    yield record
+                    record = follower.take()
+                    if record["step"] > state["step"]:  # else it was on its way when the state was taken
+                        yield record
                 follower.wake.clear()
                 try:
                     await asyncio.wait_for(follower.wake.wait(), HEARTBEAT_S)
@@ -84,3 +101,14 @@ class StepFeed:
                     yield None
         finally:
             self._followers.discard(follower)
+
+    def _begin(self, follower: _Follower) -> dict[str, Any]:
+        """Let a reader follow from the next step on; returns the state that its first record changes.
+
+        The blocks are those of the last record if somebody else follows: the next one tells changes since then.
+        """
+        if not self._followers:
+            self._describer.catch_up()
+        self._followers.add(follower)
+        state = describe_state(self._scheduler, self._clock.now())
+        return {**state, "block_changes": self._describer.blocks.everything()}

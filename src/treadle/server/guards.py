@@ -11,7 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treadle.server.responses import error_body
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/"})
+OPEN_FOLDER = "/page/"
+"""The page is the same for everybody and tells nothing; it asks for the key and sends it with what it asks."""
 
 
 async def _refuse(send: Send, status: int, message: str, kind: str) -> None:
@@ -23,15 +25,19 @@ async def _refuse(send: Send, status: int, message: str, kind: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
 class RequireKey:
-    """Refuses whoever does not send `Authorization: Bearer <key>`, except on OPEN_PATHS."""
+    """Refuses whoever does not send `Authorization: Bearer <key>`, except on OPEN_PATHS and below OPEN_FOLDER."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), self._key):
                 await _refuse(send, 401, "send the server's key as 'Authorization: Bearer …'", "authentication_error")

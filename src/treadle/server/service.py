@@ -119,6 +119,7 @@ class Service:
                     raise ClientGone
         except BaseException:
             answers.cancel()
+            await asyncio.gather(answers, return_exceptions=True)
             for stream in streams:
                 self.engine.abort(stream.request_id)
             raise

@@ -1,0 +1,67 @@
+"""The page that shows the scheduler at work: served live by the server, or as one file with a recording in it.
+
+It is plain HTML, CSS and modules of JavaScript, without a build step; charts are drawn by uPlot (static/vendor).
+"""
+
+import base64
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+CONTENT_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+}
+
+# Only what comes with the page runs or is asked; a name that a client chose can never become code.
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+_IMPORT = re.compile(r'(from|import) "\./(\w+\.js)"')
+_STYLE = re.compile(r'<link rel="stylesheet" href="page/([\w./]+)">')
+_SCRIPT = re.compile(r'<script src="page/([\w./]+)"></script>')
+
+
+@cache
+def static_files() -> Mapping[str, str]:
+    """The page's files by their path below static/; nothing else is ever read for a client."""
+    found = {}
+    for folder, names in ((files(__package__) / "static", ""), (files(__package__) / "static" / "vendor", "vendor/")):
+        for entry in folder.iterdir():
+            if entry.is_file() and entry.name.rpartition(".")[2] in CONTENT_TYPES:
+                found[names + entry.name] = entry.read_text(encoding="utf-8")
+    return found
+
+
+def standalone_page(name: str, lines: Iterable[Mapping[str, Any]]) -> str:
+    """One HTML file that needs nothing else and shows a recording.
+
+    Args:
+        name: of the recording.
+        lines: its header, then a record per step.
+    """
+    parts = dict(static_files())
+    page = parts.pop("index.html")
+    modules = {
+        f"treadle/{path}": "data:text/javascript;base64,"
+        + base64.b64encode(_IMPORT.sub(r'\1 "treadle/\2"', text).encode()).decode()
+        for path, text in parts.items()
+        if path.endswith(".js") and "/" not in path
+    }
+    # Within a script element "</" would end it.
+    data = json.dumps(list(lines), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    head = (
+        f'<script type="importmap">{json.dumps({"imports": modules})}</script>\n'
+        f'<script type="application/json" id="recording" data-name="{html.escape(name)}">{data}</script>\n'
+    )
+    page = _STYLE.sub(lambda match: f"<style>\n{parts[match[1]]}</style>", page)
+    page = _SCRIPT.sub(lambda match: f"<script>{parts[match[1]]}</script>", page)
+    main = '<script type="module" src="page/app.js"></script>'
+    return page.replace(main, head + '<script type="module">import "treadle/app.js";</script>')

@@ -1,0 +1,86 @@
+"""The block map's changes, put together, against a plain look at every table in every step."""
+
+import random
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given, settings
+
+from toy import ToyEngine
+from treadle.engine.block_map import BlockMap, runs
+
+
+def spread(pairs):
+    return [
+        block for first, count in zip(pairs[::2], pairs[1::2], strict=True) for block in range(first, first + count)
+    ]
+
+
+def apply(blocks, changes):
+    for name in ("free", "cached"):
+        for block in spread(changes.get(name, [])):
+            blocks[block] = name
+    for name in ("held", "shared"):
+        for request_id, pairs in changes.get(name, {}).items():
+            for block in spread(pairs):
+                blocks[block] = (name, request_id)
+
+
+def plain_look(scheduler):
+    kv = scheduler.kv
+    blocks = {}
+    for block in range(kv.pool.num_blocks):
+        blocks[block] = "cached" if kv.pool.is_cached_idle(block) else "free"
+    holders = {}
+    for seq in scheduler.batch.running_sequences():
+        for block in kv.block_table(seq):
+            holders.setdefault(block, []).append(seq.request.request_id)
+    for block, names in holders.items():
+        blocks[block] = ("shared" if len(names) > 1 else "held", names[0])
+    return blocks
+
+
+class Watcher:
+    """Applies the changes of every step, and begins anew now and then from everything."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.map = BlockMap(scheduler)
+        self.blocks = dict.fromkeys(range(scheduler.kv.pool.num_blocks), "free")
+
+    def on_schedule(self, plan):
+        apply(self.blocks, self.map.changes())
+        assert self.blocks == plain_look(self.scheduler)
+        late = dict.fromkeys(self.blocks, "free")
+        apply(late, self.map.everything())
+        assert late == self.blocks
+
+    def on_update(self, plan, finished):
+        pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), mode=st.sampled_from(["auto", "recompute", "swap"]))
+def test_changes_add_up(seed, mode):
+    rng = random.Random(seed)
+    engine = ToyEngine(
+        num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, admission_headroom=0, preemption_mode=mode
+    )
+    engine.observers.append(Watcher(engine.scheduler))
+    beginning = [rng.randrange(50) for _ in range(12)]
+    for i in range(20):
+        prompt = beginning[: rng.choice([0, 8, 12])] + [rng.randrange(50) for _ in range(rng.randrange(1, 20))]
+        engine.add(
+            f"r{i}", prompt, rng.randrange(1, 25), n=rng.choice([1, 1, 3]),
+            params={"use_beam_search": True} if rng.random() < 0.2 else {},
+        )  # fmt: skip
+        for _ in range(rng.randrange(3)):
+            engine.step()
+        if rng.random() < 0.2:
+            engine.scheduler.abort(f"r{rng.randrange(i + 1)}")
+    engine.run()
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_runs(numbers):
+    assert spread(runs(np.array(sorted(numbers), dtype=np.int32))) == sorted(numbers)
