@@ -4,69 +4,79 @@
 
 Offline: LLM.generate on all requests at once. Server: `treadle serve` in a process of its own, all requests as
 concurrent streams of a client in this one. In turns, fresh prompts each time. Reported: output tokens/s of both and
-their ratio; time between the chunks of a stream, beside the offline step; how long /health takes meanwhile; seconds
-from the command to the first 200.
+their ratio; time between the chunks of a stream while all decode, beside the offline step of as many; how long
+/health takes meanwhile; seconds from the command to the first 200.
 """
 
 import argparse
 import asyncio
-import json
-import random
 import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from itertools import pairwise
 
-import httpx
+import httpx2
+import uvloop
 
 from treadle import LLM, SamplingParams
+from treadle.engine_config import DEFAULT_MODEL
+from treadle.loadgen.client import Result, Target, run
+from treadle.loadgen.report import percentile
+from treadle.loadgen.workload import Job, random_jobs
+from treadle.request import Request
+from treadle.scheduler import StepPlan
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
-def prompts(seed: int, count: int, length: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(100, 40000) for _ in range(length)] for _ in range(count)]
-
-
-async def stream_all(url: str, batch: list[list[int]], max_tokens: int) -> tuple[float, list[float], list[float]]:
-    """Seconds for all; times between chunks; times of /health."""
-    gaps: list[float] = []
+async def stream_all(url: str, jobs: list[Job]) -> tuple[list[Result], list[float]]:
+    """All jobs at once: what came of them, and how long /health took meanwhile."""
+    results: list[Result] = []
     healths: list[float] = []
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
 
-        async def one(ids: list[int]) -> int:
-            body = {"prompt": ids, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-            count, last = 0, None
-            async with client.stream("POST", url + "/v1/completions", json=body) as answer:
-                assert answer.status_code == 200
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        json.loads(line[6:])
-                        now = time.perf_counter()
-                        if last is not None:
-                            gaps.append(now - last)
-                        count, last = count + 1, now
-            return count
-
-        async def watch() -> None:
+    async def watch() -> None:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
             while True:
                 start = time.perf_counter()
-                assert (await client.get(url + "/health")).status_code == 200
+                assert (await client.get("/health")).status_code == 200
                 healths.append(time.perf_counter() - start)
                 await asyncio.sleep(0.1)
 
-        watcher = asyncio.create_task(watch())
-        start = time.perf_counter()
-        counts = await asyncio.gather(*(one(ids) for ids in batch))
-        elapsed = time.perf_counter() - start
-        watcher.cancel()
-    assert counts == [max_tokens] * len(batch), counts
-    return elapsed, gaps, healths
+    target = Target(base_url=url, model=DEFAULT_MODEL, extra={"temperature": 0.0})
+    watcher = asyncio.create_task(watch())
+    await run(target, jobs, concurrency=len(jobs), on_end=results.append)
+    watcher.cancel()
+    assert all(r.error is None and r.output_tokens == job.max_tokens for r, job in zip(results, jobs, strict=True))
+    return results, healths
+
+
+def steady_gaps(results: list[Result]) -> list[float]:
+    """Times between chunks while all streams decode: no prompt is computed beside them, and none has ended."""
+    begin = max(result.tokens_at[0] for result in results)
+    end = min(result.tokens_at[-1] for result in results)
+    return [
+        after - before
+        for result in results
+        for before, after in pairwise(result.tokens_at)
+        if begin < before and after < end
+    ]
+
+
+class StepTimes:
+    """Observes an engine: how long its steps of decodes only take."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._start = 0.0
+        self.times: list[float] = []
+
+    def on_schedule(self, plan: StepPlan) -> None:
+        self._start = time.perf_counter()
+
+    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
+        if not plan.sequences and len(plan.decode_rows) == self._count:
+            self.times.append(time.perf_counter() - self._start)
 
 
 def main() -> None:
@@ -86,29 +96,32 @@ def main() -> None:
     try:
         while True:
             try:
-                if httpx.get(url + "/health").status_code == 200:
+                if httpx2.get(url + "/health").status_code == 200:
                     break
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 time.sleep(0.02)
         print(f"from the command to the first /health 200: {time.perf_counter() - start:.2f} s")
         llm = LLM(quantization="int8", kv_cache_memory="1G", log_stats_interval_s=0)
+        step_times = StepTimes(args.streams)
+        llm.engine.add_observer(step_times)
         params = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, temperature=0.0, detokenize=True)
         num_tokens = args.streams * args.new_tokens
-        ratios, gaps, healths, steps = [], [], [], []
+        ratios, steady, gaps, healths = [], [], [], []
         for i in range(args.rounds + 1):
-            batch = prompts(2 * i, args.streams, args.prompt_len)
-            begin, steps_before = time.perf_counter(), llm.engine.num_steps
-            llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
+            shape = {"prompt_len": args.prompt_len, "output_len": args.new_tokens, "vocab_size": 40_000}
+            jobs = random_jobs(args.streams, **shape, seed=2 * i)
+            begin = time.perf_counter()
+            llm.generate([{"prompt_token_ids": job.prompt} for job in jobs], params, use_tqdm=False)
             offline = time.perf_counter() - begin
-            num_steps = llm.engine.num_steps - steps_before
-            batch = prompts(2 * i + 1, args.streams, args.prompt_len)
-            online, new_gaps, new_healths = asyncio.run(stream_all(url, batch, args.new_tokens))
+            results, new_healths = uvloop.run(stream_all(url, random_jobs(args.streams, **shape, seed=2 * i + 1)))
+            online = max(result.ended for result in results) - min(result.sent for result in results)
             if i == 0:
+                step_times.times.clear()
                 continue  # warm-up
             ratios.append(offline / online)
-            gaps += new_gaps
+            steady += steady_gaps(results)
+            gaps += [gap for result in results for gap in result.itls]
             healths += new_healths
-            steps.append(offline / num_steps)
             print(
                 f"offline {num_tokens / offline:7.0f} tokens/s   server {num_tokens / online:7.0f}   {ratios[-1]:.2f}"
             )
@@ -116,10 +129,14 @@ def main() -> None:
         server.terminate()
         server.wait()
     print(f"server / offline, median: {statistics.median(ratios):.2f}")
-    print(
-        f"between chunks: median {statistics.median(gaps) * 1e3:.1f} ms, p99 {percentile(gaps, 0.99) * 1e3:.1f} ms; "
-        f"offline, seconds / steps: {statistics.median(steps) * 1e3:.1f} ms"
-    )
+    step = statistics.median(step_times.times)
+    for name, values in (("while all decode", steady), ("with the prompts at the start", gaps)):
+        print(
+            f"between chunks, {name}: median {statistics.median(values) * 1e3:.1f} ms, "
+            f"p99 {percentile(values, 0.99) * 1e3:.1f} ms ({percentile(values, 0.99) / step:.2f} offline steps)"
+        )
+    slow_step = percentile(step_times.times, 0.99)
+    print(f"offline, a step of {args.streams} decodes: median {step * 1e3:.1f} ms, p99 {slow_step * 1e3:.1f} ms")
     print(f"/health: median {statistics.median(healths) * 1e3:.1f} ms, most {max(healths) * 1e3:.1f} ms")
 
 

@@ -27,7 +27,7 @@ ROOMS = [
     {"compute"},
     {"build"},
     {"llm"},
-    {"page"},
+    {"page", "loadgen"},
     {"server"},
     {"cli"},
     {"__main__"},

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
+import httpx2
 from playwright.sync_api import sync_playwright
 
 URL = "http://127.0.0.1:8123"
@@ -27,9 +27,9 @@ def main() -> None:
         deadline = time.monotonic() + 60
         while True:
             try:
-                httpx.get(URL + "/health").raise_for_status()
+                httpx2.get(URL + "/health").raise_for_status()
                 break
-            except httpx.HTTPError:
+            except httpx2.HTTPError:
                 assert time.monotonic() < deadline, "the server does not start"
                 time.sleep(0.2)
         with sync_playwright() as playwright:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 
-import httpx
+import httpx2
 import pytest
 import uvicorn
 
@@ -49,7 +49,7 @@ class RunningServer:
         assert not self._thread.is_alive()
 
     def post(self, path, body, **options):
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return httpx2.post(self.url + path, json=body, timeout=60, **options)
 
     def wait_until_idle(self, timeout=20.0):
         """Until no request is left; then no block may be held."""

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 
-import httpx
+import httpx2
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
@@ -144,7 +144,7 @@ def test_the_chat_box_goes_on_with_its_conversation(small_server, open_page):
 def test_the_page_asks_for_the_key(open_page):
     with running(app_options={"api_key": "secret"}) as server:
         for path in ("/scheduler/steps", "/scheduler/state", "/v1/models", "/metrics"):
-            assert httpx.get(server.url + path).status_code == 401
+            assert httpx2.get(server.url + path).status_code == 401
         page = open_page(server.url)
         dialog = page.locator("#ask-key")
         expect(dialog).to_be_visible()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-import httpx
+import httpx2
 import pytest
 
 from server.conftest import running
@@ -30,15 +30,15 @@ async def _leave(client, url, i):
                     break
         else:
             await client.post(url + "/v1/completions", json=body, timeout=0.05 * (i % 9) + 0.01)
-    except httpx.TimeoutException:
+    except httpx2.TimeoutException:
         pass
 
 
 def test_clients_that_leave(server):
     async def rounds():
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx2.Limits(max_connections=None)
         for _ in range(5):
-            async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+            async with httpx2.AsyncClient(limits=limits, timeout=60) as client:
                 await asyncio.gather(*(_leave(client, server.url, i) for i in range(200)))
 
     asyncio.run(rounds())
@@ -50,7 +50,7 @@ def test_clients_that_leave_while_swapped():
     with running(num_kv_blocks=40, preemption_mode="swap", swap_space=0.1, admission_headroom=0) as server:
 
         async def leave():
-            async with httpx.AsyncClient(timeout=60) as client:
+            async with httpx2.AsyncClient(timeout=60) as client:
                 await asyncio.gather(*(_leave(client, server.url, i) for i in range(60)))
 
         asyncio.run(leave())
@@ -73,15 +73,15 @@ def test_clients_that_leave_while_swapped():
 )
 def test_bad_bodies(server, content, status):
     headers = {"content-type": "application/json"}
-    answer = httpx.post(server.url + "/v1/completions", content=content, headers=headers, timeout=60)
+    answer = httpx2.post(server.url + "/v1/completions", content=content, headers=headers, timeout=60)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
-    announced = httpx.post(
+    announced = httpx2.post(
         server.url + "/v1/completions", content=(content[i : i + 65536] for i in range(0, len(content), 65536)),
         headers=headers, timeout=60,
     )  # fmt: skip
     assert announced.status_code == status
-    assert httpx.get(server.url + "/nowhere").status_code == 404
+    assert httpx2.get(server.url + "/nowhere").status_code == 404
 
 
 def test_overload():
@@ -89,8 +89,8 @@ def test_overload():
 
         async def flood():
             body = {"prompt": "Hi", "max_tokens": 3, "ignore_eos": True}
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+            limits = httpx2.Limits(max_connections=None)
+            async with httpx2.AsyncClient(timeout=120, limits=limits) as client:
                 return await asyncio.gather(
                     *(client.post(server.url + "/v1/completions", json=body) for _ in range(300))
                 )
@@ -124,7 +124,7 @@ def test_a_step_that_fails_fails_its_requests_only():
         assert failed.status_code == 500
         assert "a broken wire" in failed.json()["error"]["message"]
         assert server.post("/v1/completions", body).status_code == 200
-        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx2.get(server.url + "/health").status_code == 200
 
 
 def test_a_dead_engine():
@@ -135,14 +135,14 @@ def test_a_dead_engine():
             raise RuntimeError("no way to go on")
 
         scheduler.schedule = die
-        with httpx.stream("POST", server.url + "/v1/completions", json={"prompt": "Hi", "stream": True}) as answer:
+        with httpx2.stream("POST", server.url + "/v1/completions", json={"prompt": "Hi", "stream": True}) as answer:
             lines = [line for line in answer.iter_lines() if line]
         assert "no way to go on" in lines[0]
         assert lines[-1] == "data: [DONE]"
         answer = server.post("/v1/completions", {"prompt": "Hello"})
         assert answer.status_code == 503
         assert "no way to go on" in answer.json()["error"]["message"]
-        assert httpx.get(server.url + "/health").status_code == 503
+        assert httpx2.get(server.url + "/health").status_code == 503
         assert server.post("/v1/completions", {"prompt": "Hello"}).status_code == 503
 
 
@@ -154,8 +154,8 @@ def test_the_key():
             assert answer.status_code == 401
             assert answer.json()["error"]["type"] == "authentication_error"
         for path in ("/metrics", "/v1/models", "/version", "/docs"):
-            assert httpx.get(server.url + path).status_code == 401
-        assert httpx.get(server.url + "/health").status_code == 200
+            assert httpx2.get(server.url + path).status_code == 401
+        assert httpx2.get(server.url + "/health").status_code == 200
         assert server.post("/v1/completions", body, headers={"authorization": "Bearer s3cret"}).status_code == 200
 
 
@@ -163,7 +163,7 @@ def test_metrics(server):
     from prometheus_client.parser import text_string_to_metric_families
 
     def read():
-        text = httpx.get(server.url + "/metrics").text
+        text = httpx2.get(server.url + "/metrics").text
         return {s.name + str(s.labels.get("finished_reason", "")): s.value
                 for family in text_string_to_metric_families(text) for s in family.samples
                 if not s.name.endswith("_bucket")}  # fmt: skip
@@ -202,10 +202,10 @@ def test_sigterm(with_request):
         else:
             pytest.fail("".join(lines))
         url = found[1]
-        assert httpx.get(url + "/health").status_code == 200
+        assert httpx2.get(url + "/health").status_code == 200
         if with_request:
             body = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True, "stream": True}
-            with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            with httpx2.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
                 events = answer.iter_lines()
                 next(events)
                 process.send_signal(signal.SIGTERM)

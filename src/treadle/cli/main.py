@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from treadle import __version__
-from treadle.cli import chat, explain, generate, models, serve
+from treadle.cli import bench, chat, explain, generate, models, serve
 from treadle.errors import TreadleError
 from treadle.logs import show_logs
 
@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"treadle {__version__}")
     parser.add_argument("-q", "--quiet", action="store_true", help="print no log lines")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, chat, serve, models, explain):
+    for command in (generate, chat, serve, bench, models, explain):
         command.add_parser(commands)
     return parser
 

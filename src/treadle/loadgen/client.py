@@ -1,0 +1,213 @@
+"""Sends a workload to a server as streams, and notes when each piece of an answer comes."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+
+from treadle.errors import InvalidRequestError
+from treadle.loadgen.workload import ENDPOINTS, Job
+
+_WORDS = (
+    "sea", "boat", "wind", "stone", "river", "night", "light", "house", "road", "song", "tree", "cloud", "bird",
+    "fire", "glass", "bread", "snow", "field", "star", "rain",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of one job. Times are seconds after the start of the run.
+
+    Attributes:
+        sent: when it was sent.
+        late: how much later than it was due; 0 in a closed loop.
+        tokens_at: when each chunk with new tokens came.
+        ended: when its stream ended, or failed.
+        prompt_tokens, cached_tokens, output_tokens: the server's own account.
+        error: why it failed; None if it did not.
+    """
+
+    sent: float
+    late: float = 0.0
+    tokens_at: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token: from sending to the first chunk."""
+        return self.tokens_at[0] - self.sent
+
+    @property
+    def e2e(self) -> float:
+        """From sending to the end of the stream."""
+        return self.ended - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None for a single one."""
+        if self.output_tokens < 2:
+            return None
+        return (self.tokens_at[-1] - self.tokens_at[0]) / (self.output_tokens - 1)
+
+    @property
+    def itls(self) -> list[float]:
+        """Inter-token latencies: times between chunks."""
+        return [after - before for before, after in pairwise(self.tokens_at)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where to send, and how.
+
+    Attributes:
+        base_url: of the server, without /v1.
+        model: what it is called there.
+        endpoint: "completions" (prompts as token ids) or "chat" (as many words).
+        api_key: sent as a header; None for none.
+        ignore_eos: whether to ask that answers reach their length.
+        extra: further fields of every request.
+    """
+
+    base_url: str
+    model: str
+    endpoint: str = "completions"
+    api_key: str | None = None
+    ignore_eos: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+    def body(self, job: Job) -> dict[str, Any]:
+        """The request for a job."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": job.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if self.ignore_eos else {}),
+            **self.extra,
+        }
+        if self.endpoint == "chat":
+            text = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in job.prompt)
+            return {**body, "messages": [{"role": "user", "content": text}]}
+        return {**body, "prompt": list(job.prompt)}
+
+
+async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int | None]:
+    """The name of the first model that a server serves, and its length if it tells.
+
+    Raises:
+        InvalidRequestError: there is no such server.
+    """
+    url = f"{base_url}/v1/models"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session,
+            session.get(url, headers=Target(base_url=base_url, model="", api_key=api_key).headers) as answer,
+        ):
+            models = (await answer.json(content_type=None))["data"] if answer.status == 200 else []
+            first: dict[str, Any] = models[0] if models else {}
+            message = "" if models else await _message(answer)
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequestError("--base-url", f"{base_url} does not answer as a server ({error!r})") from error
+    if "id" not in first:
+        raise InvalidRequestError("--base-url", f"{url} names no model ({answer.status} {message})")
+    return first["id"], first.get("max_model_len")
+
+
+async def run(
+    target: Target, jobs: Sequence[Job], *, concurrency: int | None, on_end: Callable[[Result], None]
+) -> None:
+    """Send all jobs: at their times, or `concurrency` at once.
+
+    Args:
+        target: the server.
+        jobs: in order of their times.
+        concurrency: how many are under way at once, in a closed loop; None to send each at its time, whatever
+            is still under way.
+        on_end: told every result as it comes, failed ones included.
+    """
+    start = time.perf_counter()
+    connector = aiohttp.TCPConnector(limit=0)  # as many connections as it takes
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)  # an answer may take as long as it does
+    async with aiohttp.ClientSession(
+        target.base_url, headers=target.headers, connector=connector, timeout=timeout
+    ) as session:
+
+        async def one(job: Job) -> None:
+            on_end(await _send(session, target, job, start))
+
+        async with asyncio.TaskGroup() as tasks:
+            if concurrency is None:
+                for job in jobs:
+                    due = job.at or 0.0
+                    await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+                    tasks.create_task(one(job))
+            else:
+                waiting = iter(jobs)
+
+                async def worker() -> None:
+                    for job in waiting:
+                        await one(job)
+
+                for _ in range(min(concurrency, len(jobs))):
+                    tasks.create_task(worker())
+
+
+async def _send(session: aiohttp.ClientSession, target: Target, job: Job, start: float) -> Result:
+    now = time.perf_counter
+    result = Result(sent=now() - start)
+    if job.at is not None:
+        result.late = max(0.0, result.sent - job.at)
+    try:
+        async with session.post(ENDPOINTS[target.endpoint], json=target.body(job)) as answer:
+            if answer.status != 200:
+                result.error = f"{answer.status} {await _message(answer)}"
+            else:
+                await _read(answer, result, lambda: now() - start)
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+        result.error = f"{type(error).__name__}: {error}"
+    result.ended = now() - start
+    if result.error is None and not result.tokens_at:
+        result.error = "no token came"
+    return result
+
+
+async def _read(answer: aiohttp.ClientResponse, result: Result, now: Callable[[], float]) -> None:
+    async for line in answer.content:
+        if not line.startswith(b"data: {"):
+            continue
+        at = now()
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            result.error = f"in the stream: {chunk['error'].get('message')}"
+            return
+        usage = chunk.get("usage")
+        if usage is not None:
+            result.prompt_tokens = usage["prompt_tokens"]
+            result.output_tokens = usage["completion_tokens"]
+            result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        for choice in chunk["choices"]:
+            # A chat begins with a chunk that only says who speaks.
+            if "role" not in choice.get("delta", {}):
+                result.tokens_at.append(at)
+
+
+async def _message(answer: aiohttp.ClientResponse) -> str:
+    text = await answer.text(errors="replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    return str(text)[:200]

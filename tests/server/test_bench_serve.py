@@ -1,0 +1,124 @@
+"""`treadle bench serve` against a real server, and against one that misbehaves."""
+
+import json
+import re
+import socket
+import threading
+
+import httpx2
+import pytest
+
+from server.conftest import running
+from treadle.cli.main import main
+
+pytestmark = pytest.mark.slow
+
+
+def bench(server, *options):
+    return main(["-q", "bench", "serve", "--base-url", server.url, *map(str, options)])
+
+
+def load(path):
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_closed_loop(server, tmp_path, capsys, endpoint):
+    path = tmp_path / "result.json"
+    before = _generated(server)
+    options = ("--num-requests", 12, "--concurrency", 4, "--prompt-len", 20, "--output-len", 6, "--num-warmups", 1)
+    assert bench(server, *options, "--endpoint", endpoint, "--goodput", "e2el:60000", "--output", path) == 0
+    table = capsys.readouterr().out
+    assert "12 of 12 requests ended well" in table
+    assert "100% of requests" in table
+    figures = load(path)
+    assert figures["most_at_once"] <= 4
+    assert figures["output_tokens"] == 12 * 6
+    if endpoint == "completions":
+        assert figures["prompt_tokens"] == 12 * 20
+    # The server's own account of the same, the warm-up among it.
+    assert _generated(server) - before == 13 * 6
+    for result in figures["results"]:
+        assert result["error"] is None
+        assert len(result["tokens_at"]) <= 6
+        assert result["sent"] <= result["tokens_at"][0] <= result["tokens_at"][-1] <= result["ended"]
+    assert figures["load"]["output_len"] == 6
+
+
+def _generated(server):
+    text = httpx2.get(server.url + "/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+    return float(lines[0].split()[-1])
+
+
+def test_an_open_loop_sends_when_it_is_time(server, tmp_path):
+    path = tmp_path / "result.json"
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 1000 * i, "input_length": 512, "output_length": 32, "hash_ids": [i]} for i in range(5)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    options = ("--trace", trace, "--rate", 10, "--length-scale", 0.125, "--num-warmups", 0)
+    assert bench(server, *options, "--output", path) == 0
+    figures = load(path)
+    assert (figures["prompt_tokens"], figures["output_tokens"]) == (5 * 64, 5 * 4)
+    for i, result in enumerate(figures["results"]):
+        # In the trace a second apart, five in four seconds; at 10 a second, an eighth of a second apart.
+        assert result["sent"] - result["late"] == pytest.approx(i * 0.125)
+
+
+def test_refusals_are_counted(tmp_path, capsys):
+    with running(max_num_queued_requests=1, max_num_seqs=1) as server:
+        options = ("--num-requests", 12, "--concurrency", 12, "--output-len", 30, "--num-warmups", 0)
+        assert bench(server, *options) == 0
+        told = capsys.readouterr().out
+        assert "failed" in told
+        assert "503" in told
+        assert bench(server, "--num-requests", 3, "--output-len", 5000) == 1
+        assert "400 max_tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--rate", "0"), "--rate"),
+        (("--rate", "1", "--concurrency", "2"), "--concurrency"),
+        (("--num-requests", "0"), "--num-requests"),
+        (("--goodput", "ttft"), "--goodput"),
+        (("--goodput", "speed:3"), "ttft, tpot, e2el"),
+        (("--base-url", "localhost:8000"), "http://"),
+        (("--base-url", "http://127.0.0.1:9"), "does not answer"),
+        (("--trace", "none.csv"), "none.csv"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(server, capsys, options, word):
+    assert bench(server, *options) == 2
+    told = capsys.readouterr().err
+    assert word in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_server_that_breaks_off(capsys):
+    """It lists a model, begins a stream, and hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    models = json.dumps({"data": [{"id": "m"}]}).encode()
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                head = connection.recv(65536)
+                if head.startswith(b"GET"):
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(models) + models)
+                else:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\ndata:\r\n")
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    assert main(["-q", "bench", "serve", "--base-url", url, "--num-requests", "3", "--num-warmups", "0"]) == 1
+    told = capsys.readouterr().out
+    assert "0 of 3 requests" in told
+    assert re.search(r"failed \d×: \w*(Payload|Reset|Disconnected|OS)\w*Error", told)
+    listener.close()
