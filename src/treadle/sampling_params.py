@@ -13,6 +13,9 @@ from treadle.structured_outputs import StructuredOutputsParams
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
 
+MOST = 1e6
+"""Highest temperature and repetition penalty: they are computed with in float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -81,13 +84,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, low=1)
-        _check_number("temperature", self.temperature, low=0.0)
+        _check_number("temperature", self.temperature, low=0.0, high=MOST)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, low=1 / MOST, high=MOST)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _check_int("top_k", self.top_k, low=-1, hint="0 or -1 keeps all tokens")
+        _check_int("top_k", self.top_k, low=-1, high=2**31 - 1, hint="0 or -1 keeps all tokens")
         _check_int("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, low=1, hint="None means up to the model's length")
@@ -124,7 +127,7 @@ class SamplingParams:
         self._check_beam_search()
 
     def _check_beam_search(self) -> None:
-        _check_number("length_penalty", self.length_penalty)
+        _check_number("length_penalty", self.length_penalty, low=-10.0, high=10.0)
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequestError(
                 "early_stopping", f"must be True, False or 'never', got {self.early_stopping!r}"

@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -69,6 +73,31 @@ def running(**options):
         yield server
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def serving(*options):
+    """`treadle serve` in a process of its own: the process, and its address."""
+    command = [sys.executable, "-m", "treadle", "serve", "--port", "0", "--quantization", "int8", *options]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            found = re.search(r"running on (http://\S+)", line)
+            if found:
+                break
+        else:
+            pytest.fail("".join(lines))
+        rest = threading.Thread(target=process.stderr.read)  # a full pipe would stop it
+        rest.start()
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+        rest.join()
+        process.stderr.close()
 
 
 @pytest.fixture(scope="session")

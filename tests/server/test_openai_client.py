@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import numpy as np
@@ -63,6 +64,51 @@ def test_joined_deltas_are_the_whole_text(client, text, stop):
     assert tokens == whole.choices[0].logprobs.tokens
     # A chunk per token, also for one without text yet.
     assert len(chunks) == whole.usage.completion_tokens
+
+
+SCRIPTS = [
+    "😀🎉 party",
+    "👩‍👩‍👧 family",
+    "한국어로",
+    "Добрый день",
+    "مرحبا بكم",
+    "नमस्ते",
+    "Größe",
+    "∑ x²",
+    "こんにちは",
+    "ไทย",
+]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_deltas_of_fifty_prompts_join(client, chat):
+    """Side by side, sampled (so that odd tokens come up), with stop strings for every other one."""
+    texts = [f"{start} {end}" for start in SCRIPTS for end in ("is", "🚀", "means:\n", "1, 2,", "and ü")]
+
+    def both(i):
+        options = {
+            "model": MODEL, "max_tokens": 20, "temperature": 1.2, "seed": i, "stop": ["e ", "。", "\n\n", "🎉"] if i % 2 else None,
+        }  # fmt: skip
+        if chat:
+            options["messages"] = [{"role": "user", "content": texts[i]}]
+            whole = client.chat.completions.create(**options).choices[0]
+            chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **options)]
+            return whole, whole.message.content, "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1]
+        options["prompt"] = texts[i]
+        whole = client.completions.create(**options).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.completions.create(stream=True, **options)]
+        return whole, whole.text, "".join(chunk.text for chunk in chunks), chunks[-1]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(both, range(len(texts))))
+    assert len(answers) == 50
+    for whole, text, joined, last in answers:
+        assert joined == text
+        assert last.finish_reason == whole.finish_reason
+        assert last.stop_reason == whole.stop_reason
+    # The prompts did bring up what they are for: multi-byte characters and stop strings.
+    assert sum(not text.isascii() for _, text, _, _ in answers) > 5
+    assert any(isinstance(whole.stop_reason, str) for whole, *_ in answers)
 
 
 def test_streamed_chat(client):
@@ -137,6 +183,12 @@ def test_loglikelihood(server, client):
         ({"model": "gpt-9"}, 404, "model"),
         ({"stop": [""]}, 400, "stop"),
         ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [], "extra_body": {"cache_salt": "x"}}, 400, "prompt"),
+        ({"temperature": 1e300}, 400, "temperature"),
+        ({"extra_body": {"top_k": 2**40}}, 400, "top_k"),
+        ({"extra_body": {"repetition_penalty": 1e-300}}, 400, "repetition_penalty"),
+        ({"extra_body": {"priority": 10**400}}, 400, "priority"),
+        ({"n": 2, "extra_body": {"use_beam_search": True, "length_penalty": 1e300}}, 400, "length_penalty"),
         ({"prompt": [10**9]}, 400, None),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
         ({"extra_body": {"guided_json": {"type": "object"}}}, 400, "guided_json"),

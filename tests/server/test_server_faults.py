@@ -1,60 +1,62 @@
 """What goes wrong around a server: clients that leave, bad bodies, overload, a failing runner, a dying engine."""
 
 import asyncio
-import os
-import re
+import contextlib
+import resource
 import signal
-import subprocess
-import sys
 import time
 
+import aiohttp
 import httpx2
 import pytest
+import uvloop
 
-from server.conftest import running
+from server.conftest import running, serving
+from treadle.request import RequestStatus
 
 pytestmark = pytest.mark.slow
 
 
 async def _leave(client, url, i):
-    """Start a request and close the connection at some point: waiting, in prefill, decoding."""
-    body = {"prompt": [(7 * i + j) % 5000 + 5 for j in range(20 + i % 200)], "max_tokens": 200, "ignore_eos": True}
-    try:
-        if i % 2:
-            body["stream"] = True
-            async with client.stream("POST", url + "/v1/completions", json=body) as answer:
-                async for _ in answer.aiter_lines():
-                    if i % 3 == 0:
-                        break
-                    await asyncio.sleep(0.01 * (i % 7))
-                    break
-        else:
-            await client.post(url + "/v1/completions", json=body, timeout=0.05 * (i % 9) + 0.01)
-    except httpx2.TimeoutException:
-        pass
+    """Start a request and close the connection after a while."""
+    body = {"prompt": [(7 * i + j) % 5000 + 5 for j in range(20 + i % 200)], "max_tokens": 300, "ignore_eos": True}
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.01 + 0.08 * (i % 21)):
+            if i % 2:
+                async with client.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
+                    async for _ in answer.aiter_lines():
+                        pass
+            else:
+                await client.post(url + "/v1/completions", json=body)
 
 
-def test_clients_that_leave(server):
-    async def rounds():
-        limits = httpx2.Limits(max_connections=None)
-        for _ in range(5):
-            async with httpx2.AsyncClient(limits=limits, timeout=60) as client:
-                await asyncio.gather(*(_leave(client, server.url, i) for i in range(200)))
+def test_clients_that_leave():
+    """In waiting, prefill, decode and swapped, as the pool is small and requests are swapped out of it."""
+    with running(
+        num_kv_blocks=60, max_model_len=600, preemption_mode="swap", swap_space=0.1, admission_headroom=0
+    ) as server:
 
-    asyncio.run(rounds())
-    server.wait_until_idle(timeout=60)
-    assert server.post("/v1/completions", {"prompt": "Still here", "max_tokens": 2}).status_code == 200
+        async def rounds():
+            limits = httpx2.Limits(max_connections=None)
+            for _ in range(5):
+                async with httpx2.AsyncClient(limits=limits, timeout=60) as client:
+                    await asyncio.gather(*(_leave(client, server.url, i) for i in range(200)))
 
+        scheduler, left_in = server.scheduler, set()
+        abort = scheduler.abort
 
-def test_clients_that_leave_while_swapped():
-    with running(num_kv_blocks=40, preemption_mode="swap", swap_space=0.1, admission_headroom=0) as server:
+        def watched(request_id):
+            for request in scheduler.unfinished_requests():
+                if request.request_id == request_id:
+                    decodes = request.is_forked and request.status is RequestStatus.RUNNING
+                    left_in.add("decode" if decodes else request.status.value)
+            abort(request_id)
 
-        async def leave():
-            async with httpx2.AsyncClient(timeout=60) as client:
-                await asyncio.gather(*(_leave(client, server.url, i) for i in range(60)))
-
-        asyncio.run(leave())
+        scheduler.abort = watched
+        asyncio.run(rounds())
         server.wait_until_idle(timeout=60)
+        assert left_in == {"waiting", "running", "decode", "swapped"}
+        assert server.post("/v1/completions", {"prompt": "Still here", "max_tokens": 2}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -84,27 +86,42 @@ def test_bad_bodies(server, content, status):
     assert httpx2.get(server.url + "/nowhere").status_code == 404
 
 
-def test_overload():
-    with running(max_num_queued_requests=5, max_num_seqs=2) as server:
+@pytest.mark.parametrize("limit", [None, 500])
+def test_ten_thousand_at_once(limit):
+    """All are answered if the queue has no limit; with one, what is over it is told so, and nothing is lost."""
+    options = ["--max-num-queued-requests", str(limit)] if limit else []
+    count = 10_000
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * count) if hard > 0 else 2 * count, hard))
 
-        async def flood():
-            body = {"prompt": "Hi", "max_tokens": 3, "ignore_eos": True}
-            limits = httpx2.Limits(max_connections=None)
-            async with httpx2.AsyncClient(timeout=120, limits=limits) as client:
-                return await asyncio.gather(
-                    *(client.post(server.url + "/v1/completions", json=body) for _ in range(300))
-                )
+    async def flood(url):
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=240)
+        async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
 
-        answers = asyncio.run(flood())
-        statuses = [answer.status_code for answer in answers]
-        assert set(statuses) == {200, 503}
-        for answer in answers:
-            if answer.status_code == 503:
-                assert answer.headers["retry-after"]
-                assert "the queue is full" in answer.json()["error"]["message"]
+            async def one(i):
+                body = {"prompt": [100 + i % 7], "max_tokens": 1, "ignore_eos": True, "temperature": 0}
+                async with session.post("/v1/completions", json=body) as answer:
+                    return answer.status, answer.headers.get("retry-after"), await answer.json()
+
+            return await asyncio.gather(*(one(i) for i in range(count)))
+
+    with serving("--kv-cache-memory", "64M", *options) as (_, url):
+        answers = uvloop.run(flood(url))
+        assert len(answers) == count
+        texts = {}
+        for i, (status, retry_after, body) in enumerate(answers):
+            if status == 200:
+                assert body["usage"]["completion_tokens"] == 1
+                texts.setdefault(i % 7, set()).add(body["choices"][0]["text"])
             else:
-                assert answer.json()["usage"]["completion_tokens"] == 3
-        server.wait_until_idle()
+                assert (status, retry_after) == (503, "1")
+                assert "the queue is full" in body["error"]["message"]
+        assert all(len(same) == 1 for same in texts.values())
+        num_good = sum(status == 200 for status, _, _ in answers)
+        assert num_good == count if limit is None else 500 <= num_good < count
+        assert httpx2.get(url + "/load").json() == {"server_load": 0}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_step_that_fails_fails_its_requests_only():
@@ -187,21 +204,7 @@ def test_metrics(server):
 
 @pytest.mark.parametrize("with_request", [False, True])
 def test_sigterm(with_request):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "treadle", "serve", "--port", "0", "--quantization", "int8", "--kv-cache-memory", "64M",
-         "--shutdown-grace", "20"],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            found = re.search(r"running on (http://\S+)", line)
-            if found:
-                break
-        else:
-            pytest.fail("".join(lines))
-        url = found[1]
+    with serving("--kv-cache-memory", "64M", "--shutdown-grace", "20") as (process, url):
         assert httpx2.get(url + "/health").status_code == 200
         if with_request:
             body = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -217,6 +220,13 @@ def test_sigterm(with_request):
         start = time.monotonic()
         assert process.wait(timeout=25) == 0
         assert time.monotonic() - start < 15
-    finally:
-        process.kill()
-        process.stderr.close()
+
+
+def test_a_watcher_does_not_hold_up_the_end():
+    with serving("--kv-cache-memory", "64M") as (process, url):
+        with httpx2.stream("GET", url + "/scheduler/steps", timeout=60) as answer:
+            events = answer.iter_lines()
+            next(events)
+            process.send_signal(signal.SIGTERM)
+            list(events)
+        assert process.wait(timeout=25) == 0

@@ -2,11 +2,14 @@
 
 import argparse
 import os
+import resource
 import signal
 from typing import Any
 
 from treadle.cli.options import add_engine_options, engine_options
 from treadle.errors import ConfigError
+
+MOST_OPEN_FILES = 2**16
 
 EXAMPLES = """examples:
   treadle serve
@@ -45,6 +48,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(run=run)
 
 
+def _allow_open_files() -> None:
+    """As many open files as this user may have: every connection is one, and the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if not 0 <= args.port < 65536:
@@ -75,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             app.state.service.is_stopping = True  # new requests are refused from now on
             super().handle_exit(*args)
 
+    _allow_open_files()
     server = Server(
         uvicorn.Config(
             app,

@@ -22,13 +22,21 @@ from treadle.server.completions import Completion
 from treadle.server.feed import StepFeed
 from treadle.server.guards import LimitBody, RequireKey
 from treadle.server.metrics import Metrics
-from treadle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from treadle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorResponse, TokenizeRequest
 from treadle.server.responses import JSON, error_body, sse
 from treadle.server.service import ClientGone, ModelNotFound, Service
 
 logger = logging.getLogger("treadle")
 
 RETRY_AFTER_S = 1
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "What is wrong with the request: field, value and limit."},
+    "5XX": {"model": ErrorResponse, "description": "Overloaded, stopping, or a step that failed."},
+}
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "The answer; with stream=true in events."}
+}
 
 
 def create_app(
@@ -61,7 +69,7 @@ def create_app(
         service.is_stopping = True
         await service.engine.shut_down(grace_s)
 
-    app = FastAPI(title="Treadle", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="Treadle", version=__version__, lifespan=lifespan, responses=ERRORS)
     app.state.service = service
     app.add_middleware(LimitBody, max_bytes=max_body_bytes)
     if api_key is not None:
@@ -82,11 +90,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return JSONResponse(await call.answer(streams, http))
         return StreamingResponse(_tell_errors(call.stream(streams)), media_type="text/event-stream")
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=EVENTS)
     async def chat_completions(request: ChatRequest, http: Request) -> Response:
         return await respond(Chat(service, request), request.stream, http)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=EVENTS)
     async def completions(request: CompletionRequest, http: Request) -> Response:
         return await respond(Completion(service, request), request.stream, http)
 
@@ -145,11 +153,11 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
         }
         return {"object": "list", "data": [entry]}
 
-    @app.get("/health")
+    @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
         error = service.engine.error
         if error is None and not service.is_stopping:
-            return Response(status_code=200)
+            return PlainTextResponse()
         return PlainTextResponse(str(error or "shutting down"), status_code=503)
 
     @app.get("/version")
@@ -160,7 +168,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def load() -> JSON:
         return {"server_load": service.engine.num_unfinished_requests}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -172,7 +180,7 @@ def _add_scheduler(app: FastAPI, service: Service, feed: StepFeed) -> None:
     async def state() -> JSON:
         return await service.engine.call(lambda: describe_state(engine.scheduler, engine.clock.now()))
 
-    @app.get("/scheduler/steps")
+    @app.get("/scheduler/steps", responses=EVENTS)
     async def steps() -> Response:
         if service.engine.error is not None:
             raise service.engine.error

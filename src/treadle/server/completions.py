@@ -62,7 +62,7 @@ class Completion(Call[CompletionRequest]):
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             params = replace(params, prompt_logprobs=request.logprobs)
         prompts: list[Any] = list(as_prompt_list(request.prompt))
-        if request.cache_salt is not None:
+        if request.cache_salt is not None and prompts:
             key = "prompt" if isinstance(prompts[0], str) else "prompt_token_ids"
             prompts = [{key: prompt, "cache_salt": request.cache_salt} for prompt in prompts]
         return await self._service.start(

@@ -235,6 +235,21 @@ class DetokenizeRequest(BaseModel):
     tokens: list[int]
 
 
+class ErrorDetail(BaseModel):
+    """What went wrong: in words, of which kind, in which field."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorResponse(BaseModel):
+    """OpenAI's shape of an error."""
+
+    error: ErrorDetail
+
+
 def flatten_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose content is text, also where it was given as a list of parts."""
     flat = []

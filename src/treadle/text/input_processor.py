@@ -54,6 +54,8 @@ class RequestOptions:
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise InvalidRequestError("priority", f"must be an integer, got {self.priority!r}")
+        if abs(self.priority) >= 2**53:  # it is compared as a float
+            raise InvalidRequestError("priority", f"must be between -2**53 and 2**53, got {self.priority}")
         if not isinstance(self.tenant, str):
             raise InvalidRequestError("tenant", f"must be a string, got {self.tenant!r}")
         if self.deadline_s is not None and not self.deadline_s > 0:
