@@ -274,10 +274,16 @@ def test_unknown_fields_are_ignored(client):
 
 def test_models_and_text(server, client):
     assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
     text = "Hello, wörld 🎉"
     ids = server.post("/tokenize", {"prompt": text}).json()
     assert ids["count"] == len(ids["tokens"])
     assert server.post("/detokenize", {"tokens": ids["tokens"]}).json() == {"prompt": text}
+    info = httpx2.get(server.url + "/tokenizer_info").json()
+    assert server.post("/tokenize", {"prompt": info["eos_token"]}).json()["count"] == 1
+    assert "im_start" in info["chat_template"]
     chat = server.post("/tokenize", {"messages": QUESTION}).json()
     assert chat["count"] == client.chat.completions.create(messages=QUESTION, **GREEDY).usage.prompt_tokens
 

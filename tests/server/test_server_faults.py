@@ -198,6 +198,13 @@ def test_metrics(server):
     assert grown("vllm:e2e_request_latency_seconds_count") == 1
     assert grown("vllm:inter_token_latency_seconds_count") == 4
     assert grown("vllm:request_prompt_tokens_sum") == answer["usage"]["prompt_tokens"]
+    parts = [grown(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode", "inference")]
+    assert all(part > 0 for part in parts)
+    assert parts[1] + parts[2] == pytest.approx(parts[3])
+    assert parts[0] + parts[3] <= grown("vllm:e2e_request_latency_seconds_sum") + 1e-6
+    assert grown("vllm:request_time_per_output_token_seconds_sum") == pytest.approx(parts[2] / 4)
+    assert grown("vllm:request_params_max_tokens_sum") == 5
+    assert after["vllm:cache_config_info"] == 1
     assert after["vllm:num_requests_running"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0
 

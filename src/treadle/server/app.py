@@ -141,17 +141,35 @@ def _add_text(app: FastAPI, service: Service) -> None:
         return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
 
-def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    @app.get("/v1/models")
-    async def models() -> JSON:
-        entry = {
-            "id": service.model_name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "treadle",
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> JSON:
+        template = service.built.chat_template
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "chat_template": None if template is None else template.source,
             "max_model_len": service.built.limits.max_model_len,
         }
+
+
+def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    entry: JSON = {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "treadle",
+        "max_model_len": service.built.limits.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> JSON:
         return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSON:
+        service.check_model(name)
+        return entry
 
     @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:

@@ -24,6 +24,27 @@ from treadle.scheduler import Scheduler, StepPlan
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
+LABELS = ["model_name", "engine"]
+"""vLLM's, on everything; there is one engine, "0"."""
+
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "vllm:time_to_first_token_seconds": ("From arrival to the first token.", SECONDS),
+    "vllm:inter_token_latency_seconds": ("From one token of a sequence to the next.", SECONDS),
+    "vllm:time_per_output_token_seconds": ("The same, by the name that older dashboards ask for.", SECONDS),
+    "vllm:request_time_per_output_token_seconds": ("Mean time between a request's tokens.", SECONDS),
+    "vllm:e2e_request_latency_seconds": ("From arrival to the end.", SECONDS),
+    "vllm:request_queue_time_seconds": ("From arrival to the first step.", SECONDS),
+    "vllm:request_prefill_time_seconds": ("From the first step to the first token.", SECONDS),
+    "vllm:request_decode_time_seconds": ("From the first token to the last.", SECONDS),
+    "vllm:request_inference_time_seconds": ("From the first step to the last token.", SECONDS),
+    "vllm:request_prompt_tokens": ("Length of prompts.", TOKENS),
+    "vllm:request_generation_tokens": ("Length of outputs.", TOKENS),
+    "vllm:request_max_num_generation_tokens": ("Longest output of a request's sequences.", TOKENS),
+    "vllm:request_params_n": ("Sequences that requests ask for.", (1, 2, 5, 10, 20)),
+    "vllm:request_params_max_tokens": ("Tokens that requests ask for at most.", TOKENS),
+    "vllm:iteration_tokens_total": ("Tokens that a step computes.", TOKENS),
+}
+
 
 class _Histogram:
     """Counts by bucket; a value may count several times."""
@@ -42,8 +63,8 @@ class _Histogram:
         for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
             total += count
             buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), total))
-        family = HistogramMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([model], buckets, self._sum)
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        family.add_metric([model, "0"], buckets, self._sum)
         return family
 
 
@@ -69,13 +90,7 @@ class Metrics(Collector):
         self._steps: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
         self._block_moves: Counter[str] = Counter()
-        self._ttft = _Histogram(SECONDS)
-        self._itl = _Histogram(SECONDS)
-        self._e2e = _Histogram(SECONDS)
-        self._queue_time = _Histogram(SECONDS)
-        self._prompt_lengths = _Histogram(TOKENS)
-        self._output_lengths = _Histogram(TOKENS)
-        self._step_tokens = _Histogram(TOKENS)
+        self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.registry.register(self)
 
     def on_schedule(self, plan: StepPlan) -> None:
@@ -87,12 +102,14 @@ class Metrics(Collector):
         num_decodes = len(plan.decode_rows)
         self._num_prompt_tokens += sum(s.count for s in plan.sequences if s.is_prefill)
         self._num_generated_tokens += num_decodes + sum(s.num_samples for s in plan.sequences)
-        self._step_tokens.add(plan.num_batched_tokens)
+        self._histograms["vllm:iteration_tokens_total"].add(plan.num_batched_tokens)
         kind = "idle" if plan.is_empty else "mixed" if plan.sequences and num_decodes else "decode"
         self._steps["prefill" if plan.sequences and not num_decodes else kind] += 1
         if num_decodes:
             # What each decoding sequence waited for this token.
-            self._itl.add(self._clock.now() - self._step_start, num_decodes)
+            duration = self._clock.now() - self._step_start
+            self._histograms["vllm:inter_token_latency_seconds"].add(duration, num_decodes)
+            self._histograms["vllm:time_per_output_token_seconds"].add(duration, num_decodes)
         for preemption in plan.preempted:
             self._preemptions[preemption.mode.value] += 1
         for refusal in plan.refusals:
@@ -106,14 +123,31 @@ class Metrics(Collector):
         metrics = request.metrics
         reasons = {seq.finish_reason.value for seq in request.sequences if seq.finish_reason is not None}
         self._finished[min(reasons, default="abort")] += 1
-        self._prompt_lengths.add(len(request.prompt_token_ids))
-        self._output_lengths.add(sum(seq.num_output_tokens for seq in request.sequences))
-        if metrics.time_in_queue is not None:
-            self._queue_time.add(metrics.time_in_queue)
-        if metrics.time_to_first_token is not None:
-            self._ttft.add(metrics.time_to_first_token)
+        params, lengths = request.sampling_params, [seq.num_output_tokens for seq in request.sequences]
+        values: dict[str, float | None] = {
+            "vllm:request_prompt_tokens": len(request.prompt_token_ids),
+            "vllm:request_generation_tokens": sum(lengths),
+            "vllm:request_max_num_generation_tokens": max(lengths),
+            "vllm:request_params_n": params.n,
+            "vllm:request_params_max_tokens": params.max_tokens,
+            "vllm:request_queue_time_seconds": metrics.time_in_queue,
+            "vllm:time_to_first_token_seconds": metrics.time_to_first_token,
+        }
+        first_step, first = metrics.first_scheduled_time, metrics.first_token_time
+        last = metrics.last_token_time or metrics.finished_time  # a stop string ends it with its last token
         if metrics.finished_time is not None:
-            self._e2e.add(metrics.finished_time - metrics.arrival_time)
+            values["vllm:e2e_request_latency_seconds"] = metrics.finished_time - metrics.arrival_time
+        if first_step is not None and first is not None:
+            values["vllm:request_prefill_time_seconds"] = first - first_step
+            if last is not None:
+                values["vllm:request_decode_time_seconds"] = last - first
+                values["vllm:request_inference_time_seconds"] = last - first_step
+                if max(lengths) > 1:
+                    per_token = (last - first) / (max(lengths) - 1)
+                    values["vllm:request_time_per_output_token_seconds"] = per_token
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[name].add(value)
 
     def collect(self) -> Iterator[Metric]:
         """Everything, for a scrape."""
@@ -136,38 +170,38 @@ class Metrics(Collector):
             "treadle:refusals", "Times that the first waiting request was refused.", "reason", self._refusals
         )
         yield self._by("treadle:block_moves", "Blocks swapped and copied.", "move", self._block_moves)
-        blocks = GaugeMetricFamily("treadle:kv_blocks", "KV blocks by state.", labels=["model_name", "state"])
+        blocks = GaugeMetricFamily("treadle:kv_blocks", "KV blocks by state.", labels=[*LABELS, "state"])
         states = describe_blocks(scheduler)
         for state in ("free", "cached", "referenced"):
-            blocks.add_metric([self._model, state], states[state])
+            blocks.add_metric([self._model, "0", state], states[state])
         yield blocks
-        for name, text, histogram in (
-            ("vllm:time_to_first_token_seconds", "From arrival to the first token.", self._ttft),
-            ("vllm:inter_token_latency_seconds", "From one token of a sequence to the next.", self._itl),
-            ("vllm:e2e_request_latency_seconds", "From arrival to the end.", self._e2e),
-            ("vllm:request_queue_time_seconds", "From arrival to the first step.", self._queue_time),
-            ("vllm:request_prompt_tokens", "Length of prompts.", self._prompt_lengths),
-            ("vllm:request_generation_tokens", "Length of outputs.", self._output_lengths),
-            ("vllm:iteration_tokens_total", "Tokens that a step computes.", self._step_tokens),
-        ):
-            yield histogram.family(name, text, self._model)
+        for name, histogram in self._histograms.items():
+            yield histogram.family(name, HISTOGRAMS[name][0], self._model)
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "The KV pool.",
+            labels=[*LABELS, "block_size", "num_gpu_blocks", "num_cpu_blocks"],
+        )
+        sizes = (kv.block_size, kv.pool.num_blocks, kv.host_pool.num_blocks)
+        info.add_metric([self._model, "0", *map(str, sizes)], 1)
+        yield info
 
     def _num_running(self) -> int:
         scheduler = self._scheduler
         return scheduler.num_unfinished_requests - len(scheduler.waiting) - len(scheduler.swapped)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric([self._model, "0"], value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric([self._model, "0"], value)
         return family
 
     def _by(self, name: str, text: str, label: str, counts: Counter[str]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name", label])
+        family = CounterMetricFamily(name, text, labels=[*LABELS, label])
         for key, count in list(counts.items()):
-            family.add_metric([self._model, key], count)
+            family.add_metric([self._model, "0", key], count)
         return family

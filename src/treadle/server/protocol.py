@@ -98,6 +98,7 @@ class GenerationRequest(BaseModel):
     allowed_token_ids: list[int] | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
+    early_stopping: bool | str = False
     prompt_logprobs: int | None = None
     priority: int = 0
     request_id: str | None = None
@@ -165,6 +166,7 @@ class GenerationRequest(BaseModel):
             allowed_token_ids=self.allowed_token_ids,
             use_beam_search=self.use_beam_search,
             length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
             structured_outputs=self._structured_outputs(),

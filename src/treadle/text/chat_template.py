@@ -60,6 +60,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, bos_token: str | None = None, eos_token: str | None = None) -> None:
+        self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
