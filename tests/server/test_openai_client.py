@@ -200,6 +200,11 @@ def test_loglikelihood(server, client):
         ({"extra_body": {"structured_outputs": {"json": {}}, "ignore_eos": True}}, 400, "ignore_eos"),
         ({"extra_body": {"response_format": {"type": "json_schema"}}}, 400, "response_format.json_schema"),
         ({"extra_body": {"response_format": {"type": "xml"}}}, 400, "response_format.type"),
+        (
+            {"extra_body": {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}},
+            400,
+            "response_format",
+        ),
         ({"stream": True, "extra_body": {"prompt_logprobs": 1}}, 400, "prompt_logprobs"),
     ],
 )

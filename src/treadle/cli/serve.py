@@ -1,6 +1,7 @@
 """`treadle serve`: an OpenAI-compatible HTTP server."""
 
 import argparse
+import logging
 import os
 import resource
 import signal
@@ -8,6 +9,8 @@ from typing import Any
 
 from treadle.cli.options import add_engine_options, engine_options
 from treadle.errors import ConfigError
+
+logger = logging.getLogger("treadle")
 
 MOST_OPEN_FILES = 2**16
 
@@ -82,6 +85,13 @@ def run(args: argparse.Namespace) -> int:
     )
 
     class Server(uvicorn.Server):
+        async def startup(self, *args: Any, **options: Any) -> None:
+            await super().startup(*args, **options)
+            if self.started and self.servers:
+                address, port = self.servers[0].sockets[0].getsockname()[:2]
+                host = f"[{address}]" if ":" in address else address
+                logger.info("API at http://%s:%d/v1, the scheduler at work at http://%s:%d/", host, port, host, port)
+
         def handle_exit(self, *args: Any) -> None:
             app.state.service.is_stopping = True  # new requests are refused from now on
             super().handle_exit(*args)

@@ -84,19 +84,22 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    async def respond(call: Chat | Completion, stream: bool, http: Request) -> Response:
-        streams = await call.start()
-        if not stream:
+    async def respond(call: Chat | Completion, request: ChatRequest | CompletionRequest, http: Request) -> Response:
+        try:
+            streams = await call.start()
+        except InvalidRequestError as error:
+            raise request.in_its_words(error) from None
+        if not request.stream:
             return JSONResponse(await call.answer(streams, http))
         return StreamingResponse(_tell_errors(call.stream(streams)), media_type="text/event-stream")
 
     @app.post("/v1/chat/completions", responses=EVENTS)
     async def chat_completions(request: ChatRequest, http: Request) -> Response:
-        return await respond(Chat(service, request), request.stream, http)
+        return await respond(Chat(service, request), request, http)
 
     @app.post("/v1/completions", responses=EVENTS)
     async def completions(request: CompletionRequest, http: Request) -> Response:
-        return await respond(Completion(service, request), request.stream, http)
+        return await respond(Completion(service, request), request, http)
 
 
 async def _tell_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -139,7 +142,6 @@ def _add_text(app: FastAPI, service: Service) -> None:
                     "tokens", f"token id {token_id} is outside the vocabulary [0, {vocab_size})"
                 )
         return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
-
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> JSON:

@@ -172,6 +172,13 @@ class GenerationRequest(BaseModel):
             structured_outputs=self._structured_outputs(),
         )
 
+    def in_its_words(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The error with the field that the client knows: what became structured outputs may have been asked for
+        as a response_format."""
+        if self.structured_outputs is None and error.field.startswith("structured_outputs"):
+            return InvalidRequestError("response_format", str(error).partition(": ")[2])
+        return error
+
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         wanted = None if self.response_format is None else self.response_format.structured_outputs()
         if wanted is not None and self.structured_outputs is not None:
