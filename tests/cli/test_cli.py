@@ -105,7 +105,7 @@ def test_models():
         (["generate"], "give at least one prompt"),
         (["generate", ""], "prompt: is empty"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens: must be at least 1, got 0"),
-        (["generate", "x", "--temperature", "-1"], "temperature: must be at least 0, got -1"),
+        (["generate", "x", "--temperature", "-1"], "temperature: must be in [0, 1e+06], got -1"),
         (
             ["generate", "x", "--scheduler", "best"],
             "unknown policy 'best'; there are chunked, phased, prefill-first, three-phase",
