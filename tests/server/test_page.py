@@ -188,7 +188,8 @@ def test_names_are_only_text(small_server, open_page, tmp_path):
 def test_a_recording_opens_without_a_server(open_page, tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     record_run(path)
-    path.write_text(path.read_text().replace('"r1"', json.dumps(NAUGHTY)))
+    # Names that are numbers, as LLM gives them, and one that would like to be markup.
+    path.write_text(re.sub(r'"r(\d+)"', r'"\1"', path.read_text()).replace('"1"', json.dumps(NAUGHTY)))
     assert main(["explain", "--web", str(path), "--output", str(tmp_path / "it.html")]) == 0
     assert "it.html" in capsys.readouterr().out
     recording = Recording(path)
@@ -200,6 +201,9 @@ def test_a_recording_opens_without_a_server(open_page, tmp_path, capsys):
         expect(page.locator("#where")).to_contain_text(f"step {record['step']} (")
         gone = {p["request"] for p in record["preempted"] if p["mode"] == "recompute"}
         expect(page.locator("#waiting .count")).to_have_text(str(len(gone | set(record["waiting"]))))
+        if not gone:
+            cards = page.locator("#waiting .card").evaluate_all("cards => cards.map((card) => card.dataset.request)")
+            assert cards == list(record["waiting"])  # in the order in which they go
         blocks = record["blocks"]
         expect(page.locator("#blocks-caption")).to_contain_text(
             f"{blocks['referenced']} held · {blocks['cached']} cached · {blocks['free']} free"

@@ -156,14 +156,22 @@ def test_a_dead_engine():
             raise RuntimeError("no way to go on")
 
         scheduler.schedule = die
-        with httpx2.stream("POST", server.url + "/v1/completions", json={"prompt": "Hi", "stream": True}) as answer:
+        body = {"prompt": "Hi", "stream": True}
+        with (
+            httpx2.stream("GET", server.url + "/scheduler/steps", timeout=30) as steps,
+            httpx2.stream("POST", server.url + "/v1/completions", json=body) as answer,
+        ):
             lines = [line for line in answer.iter_lines() if line]
+            assert [line[:8] for line in steps.iter_lines() if line.startswith("data")] == [
+                'data: {"'
+            ]  # the state, and its end
         assert "no way to go on" in lines[0]
         assert lines[-1] == "data: [DONE]"
         answer = server.post("/v1/completions", {"prompt": "Hello"})
         assert answer.status_code == 503
         assert "no way to go on" in answer.json()["error"]["message"]
         assert httpx2.get(server.url + "/health").status_code == 503
+        assert httpx2.get(server.url + "/scheduler/steps").status_code == 503
         assert server.post("/v1/completions", {"prompt": "Hello"}).status_code == 503
 
 

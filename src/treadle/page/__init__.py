@@ -55,8 +55,13 @@ def standalone_page(name: str, lines: Iterable[Mapping[str, Any]]) -> str:
         for path, text in parts.items()
         if path.endswith(".js") and "/" not in path
     }
+    # JavaScript would sort names that are numbers; queues have an order of their own.
+    lines = [
+        {key: list(value.items()) if key in ("waiting", "swapped") else value for key, value in line.items()}
+        for line in lines
+    ]
     # Within a script element "</" would end it.
-    data = json.dumps(list(lines), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(lines, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     head = (
         f'<script type="importmap">{json.dumps({"imports": modules})}</script>\n'
         f'<script type="application/json" id="recording" data-name="{html.escape(name)}">{data}</script>\n'

@@ -206,7 +206,7 @@ def _add_scheduler(app: FastAPI, service: Service, feed: StepFeed) -> None:
             raise service.engine.error
 
         async def events() -> AsyncIterator[bytes]:
-            async for record in feed.follow(lambda: service.is_stopping):
+            async for record in feed.follow(lambda: service.is_stopping or service.engine.error is not None):
                 yield b": nothing new\n\n" if record is None else sse(record)
 
         return StreamingResponse(events(), media_type="text/event-stream")

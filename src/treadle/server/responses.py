@@ -12,10 +12,12 @@ LOWEST_LOGPROB = -9999.0
 
 JSON = dict[str, Any]
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 def sse(data: JSON | str) -> bytes:
     """One server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = data if isinstance(data, str) else _encode(data)
     return f"data: {text}\n\n".encode()
 
 

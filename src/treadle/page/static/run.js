@@ -90,8 +90,9 @@ export class Run {
     const numbers = (ids) => Int32Array.from(ids, (id) => this.#known(id).number);
     step.cells = this.#cells(record, step);
     for (const queue of ["waiting", "swapped"]) {
-      step[queue] = numbers(Object.keys(record[queue]));
-      for (const [id, reason] of Object.entries(record[queue])) {
+      const entries = Array.isArray(record[queue]) ? record[queue] : Object.entries(record[queue]);
+      step[queue] = numbers(entries.map(([id]) => id));
+      for (const [id, reason] of entries) {
         if (reason) step.reasons.set(this.#known(id).number, reason);
       }
     }
