@@ -40,7 +40,7 @@ def test_all_together(policy, caching, alone, oracle, embedded_model, embedded_w
     check(alone, oracle, engine.generate(alone[0], GREEDY))
 
 
-@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("chunk", [16, 64])
 def test_chunks(chunk, alone, oracle, embedded_model, embedded_weights):
     engine = TestEngine(embedded_model, embedded_weights, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 6))
     check(alone, oracle, engine.generate(alone[0], GREEDY))

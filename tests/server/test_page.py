@@ -180,6 +180,10 @@ def test_names_are_only_text(small_server, open_page, tmp_path):
     body = {"prompt": "Hello", "max_tokens": 3, "request_id": NAUGHTY}
     assert small_server.post("/v1/completions", body).status_code == 200
     expect(page.locator("#events li").first).to_contain_text("<img")
+    # The same name again is another request.
+    assert small_server.post("/v1/completions", body).status_code == 200
+    expect(page.locator("#events li", has_text="arrives with")).to_have_count(2)
+    expect(page.locator("#events li", has_text="It ends here")).to_have_count(2)
     page.goto(f"{small_server.url}/page/..%2f..%2fapp.py")
     assert "there is no" in page.content()
     page.complaints.clear()  # the browser names the 404 on its console

@@ -49,12 +49,13 @@ export class Queues {
   #fill(card, run, step, { request, cell, computed, outputs }, followed) {
     card.classList.toggle("followed", request.number === followed);
     const prompt = request.promptTokens || 1;
+    const numPreemptions = request.preemptions.filter((at) => at <= step.number).length;
     const wanted = request.maxTokens === null ? Math.max(outputs, 1) : request.maxTokens * request.n;
     card.querySelector(".prompt").style.width = `${(100 * Math.min(1, computed / prompt)).toFixed(1)}%`;
     card.querySelector(".output").style.width = `${(100 * Math.min(1, outputs / wanted)).toFixed(1)}%`;
     card.querySelector(".figures").textContent =
       `${computed}/${request.promptTokens} + ${outputs}${request.n > 1 ? ` (${request.n} sequences)` : ""}` +
-      (request.numPreemptions ? ` · preempted ${request.numPreemptions}×` : "");
+      (numPreemptions ? ` · preempted ${numPreemptions}×` : "");
     card.querySelector(".why").textContent = run.explain(step, request.number, cell);
   }
 }

@@ -85,7 +85,8 @@ export class Run {
       reasons: new Map(),
     };
     for (const [id, a] of Object.entries(record.arrived)) {
-      if (!this.requests.has(id)) this.#request(id, a.prompt_tokens, a.max_tokens, a.n, a.time);
+      // A name may come again when its first bearer has ended.
+      if (this.requests.get(id)?.outcome !== null) this.#request(id, a.prompt_tokens, a.max_tokens, a.n, a.time);
     }
     const numbers = (ids) => Int32Array.from(ids, (id) => this.#known(id).number);
     step.cells = this.#cells(record, step);
@@ -116,7 +117,7 @@ export class Run {
         request.pauses.push([record.step, request.computed, request.outputs]);
       }
     }
-    for (const p of step.preempted) this.byNumber[p.number].numPreemptions++;
+    for (const p of step.preempted) this.byNumber[p.number].preemptions.push(record.step);
     this.blocks.append(this.#changes(record.block_changes ?? {}));
     this.steps.push(step);
     this.#tell(step, Object.keys(record.arrived));
@@ -130,7 +131,7 @@ export class Run {
       number: this.byNumber.length,
       computed: 0,
       outputs: 0,
-      numPreemptions: 0,
+      preemptions: [], // steps
       pauses: [], // [step, computed, outputs] where it stopped running
       outcome: null,
       lastReason: "",
@@ -195,9 +196,10 @@ export class Run {
     this.blocks.dropFirst(count);
     this.numDropped += count;
     const oldest = this.steps[0].number;
-    for (const [id, request] of this.requests) {
+    for (const request of this.byNumber) {
+      if (!request) continue;
       if (request.outcome && request.lastStep < oldest) {
-        this.requests.delete(id);
+        if (this.requests.get(request.id) === request) this.requests.delete(request.id);
         delete this.byNumber[request.number];
       } else {
         while (request.pauses.length > 1 && request.pauses[1][0] < oldest) request.pauses.shift();
