@@ -13,7 +13,7 @@ from treadle.request import Request
 from treadle.scheduler import Scheduler, StepPlan
 
 MAX_PENDING = 500
-"""Records that wait for a slow reader; of more, the oldest are dropped, and the next one says how many."""
+"""Records that wait for a slow reader; instead of more it gets the state anew, and is told how many it missed."""
 
 HEARTBEAT_S = 1.0
 """A reader hears something this often, and a server that stops waits no longer for it."""
@@ -28,18 +28,12 @@ class _Follower:
         self.wake = asyncio.Event()
 
     def put(self, record: StepRecord) -> None:
-        if len(self.pending) >= MAX_PENDING:
-            self.pending.popleft()
-            self.num_missed += 1
         self.pending.append(record)
+        if self.num_missed or len(self.pending) > MAX_PENDING:
+            # A record tells what has changed since the one before: with one missing, the others say nothing.
+            self.num_missed += len(self.pending)
+            self.pending.clear()
         self.wake.set()
-
-    def take(self) -> StepRecord:
-        record = self.pending.popleft()
-        if self.num_missed:
-            record = {**record, "missed": self.num_missed}
-            self.num_missed = 0
-        return record
 
 
 class StepFeed:
@@ -78,6 +72,8 @@ class StepFeed:
     async def follow(self, has_ended: Callable[[], bool]) -> AsyncIterator[dict[str, Any] | None]:
         """First {"state": …}, then the records of all further steps; None when there was nothing for a while.
 
+        A reader that lags gets {"state": …, "missed": number of records} again, and goes on from there.
+
         Args:
             has_ended: asked between records.
 
@@ -90,8 +86,12 @@ class StepFeed:
             state = await self._engine.call(lambda: self._begin(follower))
             yield {"state": state}
             while not has_ended():
+                if follower.num_missed:
+                    num_missed, follower.num_missed = follower.num_missed, 0
+                    state = await self._engine.call(lambda: self._begin(follower))
+                    yield {"state": state, "missed": num_missed}
                 while follower.pending:
-                    record = follower.take()
+                    record = follower.pending.popleft()
                     if record["step"] > state["step"]:  # else it was on its way when the state was taken
                         yield record
                 follower.wake.clear()
@@ -107,7 +107,7 @@ class StepFeed:
 
         The blocks are those of the last record if somebody else follows: the next one tells changes since then.
         """
-        if not self._followers:
+        if not self._followers - {follower}:
             self._describer.catch_up()
         self._followers.add(follower)
         state = describe_state(self._scheduler, self._clock.now())

@@ -219,7 +219,7 @@ document.addEventListener("keydown", (event) => {
 
 function setStatus(text) {
   at("status").textContent = text;
-  at("status").classList.toggle("bad", text !== "live" && !recording);
+  at("status").classList.toggle("bad", !text.startsWith("live") && !recording);
 }
 
 async function start() {

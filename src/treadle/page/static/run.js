@@ -79,7 +79,6 @@ export class Run {
       duration: record.duration,
       tokens: record.tokens,
       prefillTokens: 0,
-      missed: record.missed ?? 0,
       blocks: record.blocks,
       ttfts: [],
       reasons: new Map(),
@@ -335,7 +334,6 @@ export class Run {
       if (reason || cell.kind === "decode") request.lastReason = reason;
       request.lastKind = cell.kind;
     }
-    if (step.missed) event(-1, "missed", `${step.missed} steps went by too fast for this page.`);
   }
 
   // One request's story: a line for each stretch of steps in which it did the same.

@@ -61,7 +61,7 @@ export async function followServer(run, onStep, onStatus) {
       for await (const record of events(answer)) {
         if (record.state) {
           run.begin(record.state);
-          onStatus("live");
+          onStatus(record.missed ? `live, after ${record.missed} steps that went by too fast for this page` : "live");
         } else {
           run.add(record);
         }

@@ -1,0 +1,102 @@
+"""The stream of steps as its readers get it: whole, from wherever they begin, also when they lag."""
+
+import asyncio
+
+from engine.test_block_map import apply, plain_look
+from toy import ToyEngine
+from treadle.server.feed import MAX_PENDING, StepFeed
+
+
+class BetweenSteps:
+    """Stands for the engine's thread: here steps run only when the test says so."""
+
+    async def call(self, function):
+        return function()
+
+
+class Reader:
+    """Keeps what a page would: the blocks by state and changes, the steps seen, how many were missed."""
+
+    def __init__(self, feed):
+        self.events = feed.follow(lambda: False)
+        self.blocks, self.steps, self.num_missed, self.arrived = {}, [], 0, set()
+
+    async def read(self, num_blocks):
+        """Whatever is there."""
+        while True:
+            event = await anext(self.events)
+            if event is None:
+                return
+            if "state" in event:
+                self.num_missed += event.get("missed", 0)
+                self.blocks = dict.fromkeys(range(num_blocks), "free")
+                event = event["state"]
+                self.arrived |= {r["id"] for queue in ("waiting", "running", "swapped") for r in event[queue]}
+            else:
+                self.steps.append(event["step"])
+                self.arrived |= set(event["arrived"])
+            apply(self.blocks, event["block_changes"])
+
+
+def test_readers_come_lag_and_catch_up(monkeypatch):
+    monkeypatch.setattr("treadle.server.feed.HEARTBEAT_S", 0.01)
+    engine = ToyEngine(num_blocks=30, block_size=4, max_model_len=100, admission_headroom=0)
+    scheduler = engine.scheduler
+    feed = StepFeed(scheduler, engine.clock, BetweenSteps())
+    engine.observers.append(feed)
+    at_last_plan = {}
+
+    class Look:
+        def on_schedule(self, plan):
+            at_last_plan.update(plain_look(scheduler))
+
+        def on_update(self, plan, finished):
+            pass
+
+    engine.observers.append(Look())
+    names = set()
+
+    def run(count):
+        for _ in range(count):
+            if scheduler.num_unfinished_requests < 6:
+                names.add(f"r{len(names)}")
+                engine.add(f"r{len(names) - 1}", [len(names) % 50] * 9, 30)
+            engine.step()
+
+    async def story():
+        run(20)  # nobody watches
+        early = Reader(feed)
+        await early.read(30)
+        run(30)
+        late = Reader(feed)
+        await late.read(30)
+        await early.read(30)
+        run(30)
+        for reader in (early, late):
+            await reader.read(30)
+            assert reader.blocks == at_last_plan
+            assert reader.num_missed == 0
+        assert early.steps == list(range(21, 81))
+        assert late.steps == list(range(51, 81))
+        # One reads on, the other does not for a while.
+        for _ in range(3):
+            run(MAX_PENDING // 2)
+            await early.read(30)
+        run(5)
+        for reader in (early, late):
+            await reader.read(30)
+            assert reader.arrived >= {r.request_id for r in scheduler.unfinished_requests()}
+        last = scheduler.num_steps
+        assert early.steps == list(range(21, last + 1))
+        assert early.num_missed == 0
+        assert 80 + late.num_missed == last
+        run(10)
+        for reader in (early, late):
+            await reader.read(30)
+            assert reader.blocks == at_last_plan
+        assert late.steps[-10:] == list(range(last + 1, last + 11))
+        for reader in (early, late):
+            await reader.events.aclose()
+        assert not feed._followers
+
+    asyncio.run(story())
