@@ -11,9 +11,14 @@ from treadle.text.grammar import Matcher
 
 
 class GrammarMasks:
-    """Finds which tokens may come next, for all sequences of a step that have a grammar, in parallel."""
+    """Finds which tokens may come next, for all sequences of a step that have a grammar, in parallel.
 
-    def __init__(self) -> None:
+    Args:
+        threads: how many compute.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
         self._executor: LLExecutor | None = None
         self._errors: list[tuple[Sequence, str]] = []
 
@@ -32,7 +37,7 @@ class GrammarMasks:
             batch, rows: whose the entries are, int32 [n]; a row may stand there several times.
         """
         if self._executor is None:
-            self._executor = LLExecutor(torch.get_num_threads())
+            self._executor = LLExecutor(self._threads)
         vocab_size = values.shape[1]
         distinct, which = np.unique(rows, return_inverse=True)
         matchers = [_matcher(batch.sequences[row]) for row in distinct.tolist()]

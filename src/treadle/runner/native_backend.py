@@ -64,7 +64,7 @@ class NativeBackend:
     """
 
     def __init__(self, model: NativeModel, storage: NativeKVStorage, *, threads: int) -> None:
-        self.sampler = Sampler(NativeSampling(model.library, threads))
+        self.sampler = Sampler(NativeSampling(model.library, threads), threads)
         self._storage = storage
         self._engine = model.engine(storage.struct)
         self._threads = threads

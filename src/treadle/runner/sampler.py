@@ -81,11 +81,12 @@ class Sampler:
 
     Args:
         kernels: work on whole rows.
+        threads: how many find out what grammars allow; torch's number by default.
     """
 
-    def __init__(self, kernels: SamplingKernels) -> None:
+    def __init__(self, kernels: SamplingKernels, threads: int | None = None) -> None:
         self._kernels = kernels
-        self.grammar_masks = GrammarMasks()
+        self.grammar_masks = GrammarMasks(threads or torch.get_num_threads())
 
     def sample(
         self, logits: StepLogits, batch: RunningBatch, rows: IntArray, sequence_index: IntArray
@@ -177,7 +178,7 @@ def _bias(logits: torch.Tensor, batch: RunningBatch, row: int) -> None:
         ends = torch.tensor(sorted(seq.request.stop_token_ids), device=device)
         end_logits = logits[ends]
         logits[ends] = -torch.inf
-        if params.structured_outputs is not None and not torch.isfinite(logits).any():
+        if params.structured_outputs is not None and logits.max() == -torch.inf:
             logits[ends] = end_logits  # the text is complete
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias.keys()), device=device)
