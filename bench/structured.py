@@ -2,8 +2,8 @@
 
     python bench/structured.py
 
-The form is one that any text keeps to for the whole length (a regular expression over all printable characters), and a
-JSON schema of a list of objects; answers are of equal length, sampled. Reported: output tokens/s and their ratios.
+The forms: a regular expression over all printable characters, and a JSON schema of a list of objects. Answers are
+sampled, and of equal length. Reported: output tokens/s and their ratios.
 """
 
 import argparse
