@@ -220,7 +220,14 @@ def test_errors(client, options, status, param):
 
 def test_what_would_change_the_answer_is_refused(client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for options in ({"tools": [tool]}, {"extra_body": {"guided_regex": "a"}}):
+    for options in (
+        {"tools": [tool]},
+        {"extra_body": {"guided_regex": "a"}},
+        {"extra_body": {"chat_template": "{{ messages }}"}},
+        {"extra_body": {"continue_final_message": True}},
+        {"extra_body": {"bad_words": ["red"]}},
+        {"extra_body": {"best_of": 3}},
+    ):
         with pytest.raises(openai.BadRequestError, match="is not supported"):
             client.chat.completions.create(messages=QUESTION, model=MODEL, **options)
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]

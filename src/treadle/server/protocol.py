@@ -66,6 +66,10 @@ class GenerationRequest(BaseModel):
         "guided_regex": (None,),
         "guided_choice": (None,),
         "guided_grammar": (None,),
+        "guided_whitespace_pattern": (None,),
+        "bad_words": (None, []),
+        "spaces_between_special_tokens": (None, True),
+        "vllm_xargs": (None, {}),
         "lora_request": (None,),
         "prompt_embeds": (None,),
         "truncate_prompt_tokens": (None,),
@@ -215,6 +219,13 @@ class ChatRequest(GenerationRequest):
         "function_call": (None, "none", "auto"),
         "audio": (None,),
         "modalities": (None, ["text"]),
+        "web_search_options": (None,),
+        # A template of a request would be a program of a request.
+        "chat_template": (None,),
+        "continue_final_message": (None, False),
+        "add_special_tokens": (None, False),
+        "echo": (None, False),
+        "best_of": (None, 1),
         "documents": (None, []),
     }
 
