@@ -1,10 +1,10 @@
 """What goes wrong around a server: clients that leave, bad bodies, overload, a failing runner, a dying engine."""
 
 import asyncio
-import contextlib
 import resource
 import signal
 import time
+from collections import Counter
 
 import aiohttp
 import httpx2
@@ -12,24 +12,48 @@ import pytest
 import uvloop
 
 from server.conftest import running, serving
-from treadle.request import RequestStatus
 
 pytestmark = pytest.mark.slow
 
-EVERYWHERE = {"waiting", "running", "decode", "swapped"}
+EVERYWHERE = ("waiting", "prefill", "decode", "swapped")
 
 
-async def _leave(client, url, i):
-    """Start a request and close the connection after a while."""
-    body = {"prompt": [(7 * i + j) % 5000 + 5 for j in range(20 + i % 200)], "max_tokens": 300, "ignore_eos": True}
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.01 + 0.08 * (i % 21)):
-            if i % 2:
-                async with client.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
-                    async for _ in answer.aiter_lines():
-                        pass
-            else:
-                await client.post(url + "/v1/completions", json=body)
+async def _ask(client, url, name, i):
+    """A long answer, streamed or not."""
+    prompt = [(7 * i + j) % 5000 + 5 for j in range(20 + i % 200)]
+    body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "request_id": name}
+    if i % 2:
+        async with client.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
+            async for _ in answer.aiter_lines():
+                pass
+    else:
+        await client.post(url + "/v1/completions", json=body)
+
+
+def _where(request, queue):
+    if queue == "running":
+        return "decode" if request["sequences"][0]["tokens"] > request["prompt_tokens"] else "prefill"
+    return queue
+
+
+async def _leave_everywhere(url, number):
+    """200 clients ask; three and more of those that wait, are in prefill, decode or are swapped leave, then all."""
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(limits=limits, timeout=60) as client, asyncio.timeout(60):
+        names = [f"leaver-{number}-{i}" for i in range(200)]
+        tasks = {f"cmpl-{name}": asyncio.create_task(_ask(client, url, name, i)) for i, name in enumerate(names)}
+        left = Counter()
+        while any(left[place] < 3 for place in EVERYWHERE):
+            state = (await client.get(url + "/scheduler/state")).json()
+            for queue in ("waiting", "running", "swapped"):
+                places = {_where(request, queue): request["id"] for request in state[queue]}
+                for place, name in places.items():
+                    if left[place] < 3 and not tasks[name].done():
+                        tasks[name].cancel()
+                        left[place] += 1
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 def test_clients_that_leave():
@@ -37,29 +61,9 @@ def test_clients_that_leave():
     with running(
         num_kv_blocks=60, max_model_len=600, preemption_mode="swap", swap_space=0.1, admission_headroom=0
     ) as server:
-
-        async def rounds():
-            limits = httpx2.Limits(max_connections=None)
-            for i in range(20):
-                if i >= 5 and left_in == EVERYWHERE:
-                    break
-                async with httpx2.AsyncClient(limits=limits, timeout=60) as client:
-                    await asyncio.gather(*(_leave(client, server.url, i) for i in range(200)))
-
-        scheduler, left_in = server.scheduler, set()
-        abort = scheduler.abort
-
-        def watched(request_id):
-            for request in scheduler.unfinished_requests():
-                if request.request_id == request_id:
-                    decodes = request.is_forked and request.status is RequestStatus.RUNNING
-                    left_in.add("decode" if decodes else request.status.value)
-            abort(request_id)
-
-        scheduler.abort = watched
-        asyncio.run(rounds())
-        server.wait_until_idle(timeout=60)
-        assert left_in == EVERYWHERE
+        for number in range(5):
+            asyncio.run(_leave_everywhere(server.url, number))
+            server.wait_until_idle(timeout=60)
         assert server.post("/v1/completions", {"prompt": "Still here", "max_tokens": 2}).status_code == 200
 
 
