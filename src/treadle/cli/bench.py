@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treadle.cli import EXIT_INTERRUPTED
+from treadle.config import check_count
 from treadle.errors import InvalidRequestError
 from treadle.loadgen import report, workload
 
@@ -23,7 +25,6 @@ what is measured:
 {report.DEFINITIONS}
 """
 
-EXIT_INTERRUPTED = 130
 DEFAULT_CONCURRENCY = 8
 
 
@@ -132,14 +133,13 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     for name in ("num_requests", "concurrency", "prompt_len", "output_len"):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise InvalidRequestError(f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
+        if value is not None:
+            check_count(f"--{name.replace('_', '-')}", value)
     for name in ("rate", "length_scale"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise InvalidRequestError(f"--{name.replace('_', '-')}", f"must be greater than 0, got {value:g}")
-    if args.vocab_size < 2:
-        raise InvalidRequestError("--vocab-size", f"must be at least 2, got {args.vocab_size}")
+    check_count("--vocab-size", args.vocab_size, low=2)
     if args.rate is not None and args.concurrency is not None:
         raise InvalidRequestError("--rate", "give at most one of --rate and --concurrency")
     if not args.base_url.startswith(("http://", "https://")):

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from treadle import __version__
-from treadle.cli import bench, chat, explain, generate, models, serve
+from treadle.cli import EXIT_INTERRUPTED, bench, chat, explain, generate, models, serve
 from treadle.errors import TreadleError
 from treadle.logs import show_logs
 
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 
 def make_parser() -> argparse.ArgumentParser:

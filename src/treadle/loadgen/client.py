@@ -88,7 +88,7 @@ class Target:
     @property
     def headers(self) -> dict[str, str]:
         """Of every request."""
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        return _headers(self.api_key)
 
     def body(self, job: Job) -> dict[str, Any]:
         """The request for a job."""
@@ -106,6 +106,10 @@ class Target:
         return {**body, "prompt": list(job.prompt)}
 
 
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+
 async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int | None]:
     """The name of the first model that a server serves, and its length if it tells.
 
@@ -116,7 +120,7 @@ async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int 
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session,
-            session.get(url, headers=Target(base_url=base_url, model="", api_key=api_key).headers) as answer,
+            session.get(url, headers=_headers(api_key)) as answer,
         ):
             models = (await answer.json(content_type=None))["data"] if answer.status == 200 else []
             first: dict[str, Any] = models[0] if models else {}

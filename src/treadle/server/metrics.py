@@ -5,7 +5,7 @@ An observer counts in the engine's thread, a few additions per step; a scrape re
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -27,10 +27,12 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 LABELS = ["model_name", "engine"]
 """vLLM's, on everything; there is one engine, "0"."""
 
+OLDER_NAMES = {"vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
+"""Histograms that older dashboards ask for by another name."""
+
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", SECONDS),
     "vllm:inter_token_latency_seconds": ("From one token of a sequence to the next.", SECONDS),
-    "vllm:time_per_output_token_seconds": ("The same, by the name that older dashboards ask for.", SECONDS),
     "vllm:request_time_per_output_token_seconds": ("Mean time between a request's tokens.", SECONDS),
     "vllm:e2e_request_latency_seconds": ("From arrival to the end.", SECONDS),
     "vllm:request_queue_time_seconds": ("From arrival to the first step.", SECONDS),
@@ -58,13 +60,13 @@ class _Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def family(self, name: str, text: str, model: str) -> Metric:
+    def family(self, name: str, text: str, labels: Sequence[str]) -> Metric:
         total, buckets = 0, []
         for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
             total += count
             buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), total))
         family = HistogramMetricFamily(name, text, labels=LABELS)
-        family.add_metric([model, "0"], buckets, self._sum)
+        family.add_metric(labels, buckets, self._sum)
         return family
 
 
@@ -81,7 +83,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self._scheduler = scheduler
         self._clock = clock
-        self._model = model_name
+        self._labels = [model_name, "0"]
         self._step_start = 0.0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
@@ -109,7 +111,6 @@ class Metrics(Collector):
             # What each decoding sequence waited for this token.
             duration = self._clock.now() - self._step_start
             self._histograms["vllm:inter_token_latency_seconds"].add(duration, num_decodes)
-            self._histograms["vllm:time_per_output_token_seconds"].add(duration, num_decodes)
         for preemption in plan.preempted:
             self._preemptions[preemption.mode.value] += 1
         for refusal in plan.refusals:
@@ -170,38 +171,48 @@ class Metrics(Collector):
             "treadle:refusals", "Times that the first waiting request was refused.", "reason", self._refusals
         )
         yield self._by("treadle:block_moves", "Blocks swapped and copied.", "move", self._block_moves)
-        blocks = GaugeMetricFamily("treadle:kv_blocks", "KV blocks by state.", labels=[*LABELS, "state"])
         states = describe_blocks(scheduler)
-        for state in ("free", "cached", "referenced"):
-            blocks.add_metric([self._model, "0", state], states[state])
-        yield blocks
+        blocks = {state: states[state] for state in ("free", "cached", "referenced")}
+        yield self._by("treadle:kv_blocks", "KV blocks by state.", "state", blocks, GaugeMetricFamily)
         for name, histogram in self._histograms.items():
-            yield histogram.family(name, HISTOGRAMS[name][0], self._model)
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "The KV pool.",
-            labels=[*LABELS, "block_size", "num_gpu_blocks", "num_cpu_blocks"],
-        )
+            text = HISTOGRAMS[name][0]
+            yield histogram.family(name, text, self._labels)
+            if name in OLDER_NAMES:
+                yield histogram.family(OLDER_NAMES[name], text, self._labels)
         sizes = (kv.block_size, kv.pool.num_blocks, kv.host_pool.num_blocks)
-        info.add_metric([self._model, "0", *map(str, sizes)], 1)
-        yield info
+        labels = ("block_size", "num_gpu_blocks", "num_cpu_blocks")
+        yield self._family(GaugeMetricFamily, "vllm:cache_config_info", "The KV pool.", labels, {sizes: 1})
 
     def _num_running(self) -> int:
         scheduler = self._scheduler
         return scheduler.num_unfinished_requests - len(scheduler.waiting) - len(scheduler.swapped)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric([self._model, "0"], value)
-        return family
+        return self._family(GaugeMetricFamily, name, text, (), {(): value})
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric([self._model, "0"], value)
-        return family
+        return self._family(CounterMetricFamily, name, text, (), {(): value})
 
-    def _by(self, name: str, text: str, label: str, counts: Counter[str]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*LABELS, label])
-        for key, count in list(counts.items()):
-            family.add_metric([self._model, "0", key], count)
+    def _by(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
+    ) -> Metric:
+        return self._family(kind, name, text, (label,), {(key,): value for key, value in list(values.items())})
+
+    def _family(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        values: Mapping[tuple[object, ...], float],
+    ) -> Metric:
+        """A family with a value for each combination of labels beyond those on everything."""
+        family = kind(name, text, labels=[*LABELS, *labels])
+        for own, value in values.items():
+            family.add_metric([*self._labels, *map(str, own)], value)
         return family

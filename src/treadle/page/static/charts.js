@@ -80,7 +80,7 @@ export class Charts {
       x,
       steps.map((s) => s.blocks.referenced),
       steps.map((s) => s.waiting.length),
-      steps.map((s) => s.cells.length / 4 + s.idle.length),
+      steps.map((s) => s.numRunning),
     ]);
   }
 }

@@ -97,6 +97,7 @@ export class Run {
       }
     }
     step.idle = numbers(record.idle);
+    step.numRunning = step.cells.length / FIELDS + step.idle.length;
     step.swappedIn = numbers(record.swapped_in);
     step.preempted = record.preempted.map((p) => ({
       number: this.#known(p.request).number,
@@ -208,18 +209,22 @@ export class Run {
   }
 
   // What each request did in a step: number → {kind, done, wanted, reason, by, mode, swappedIn, end}.
-  cellsOf(step) {
+  cellsOf(step, isWanted = () => true) {
     const found = new Map();
-    for (let i = 0; i < step.cells.length; i += FIELDS) found.set(step.cells[i], ranCell(step.cells, i));
-    for (const queue of ["waiting", "swapped"]) {
-      for (const number of step[queue]) found.set(number, { kind: queue, reason: step.reasons.get(number) ?? "" });
+    for (let i = 0; i < step.cells.length; i += FIELDS) {
+      if (isWanted(step.cells[i])) found.set(step.cells[i], ranCell(step.cells, i));
     }
-    for (const number of step.idle) found.set(number, { kind: "idle" });
+    for (const queue of ["waiting", "swapped"]) {
+      for (const number of step[queue].filter(isWanted)) {
+        found.set(number, { kind: queue, reason: step.reasons.get(number) ?? "" });
+      }
+    }
+    for (const number of step.idle.filter(isWanted)) found.set(number, { kind: "idle" });
     for (const number of step.swappedIn) {
       if (found.has(number)) found.get(number).swappedIn = true;
     }
-    for (const p of step.preempted) found.set(p.number, preemptedCell(p));
-    for (const number of step.finished) {
+    for (const p of step.preempted) if (isWanted(p.number)) found.set(p.number, preemptedCell(p));
+    for (const number of step.finished.filter(isWanted)) {
       const cell = found.get(number) ?? { kind: "ended" };
       cell.end = this.byNumber[number]?.outcome.reason ?? "";
       found.set(number, cell);
@@ -227,24 +232,9 @@ export class Run {
     return found;
   }
 
-  // The same for one request, without looking at the others.
+  // The same for one request.
   cellOf(step, number) {
-    let cell;
-    for (let i = 0; i < step.cells.length && !cell; i += FIELDS) {
-      if (step.cells[i] === number) cell = ranCell(step.cells, i);
-    }
-    for (const queue of ["waiting", "swapped"]) {
-      if (step[queue].includes(number)) cell = { kind: queue, reason: step.reasons.get(number) ?? "" };
-    }
-    if (step.idle.includes(number)) cell = { kind: "idle" };
-    if (cell && step.swappedIn.includes(number)) cell.swappedIn = true;
-    const preemption = step.preempted.find((p) => p.number === number);
-    if (preemption) cell = preemptedCell(preemption);
-    if (step.finished.includes(number)) {
-      cell ??= { kind: "ended" };
-      cell.end = this.byNumber[number]?.outcome.reason ?? "";
-    }
-    return cell;
+    return this.cellsOf(step, (other) => other === number).get(number);
   }
 
   // The three queues as they stood in a step: [{request, computed, outputs, reason, cell}].
