@@ -12,11 +12,11 @@ import time
 
 import httpx2
 import pytest
-import uvicorn
 
 from treadle.build import build_engine
 from treadle.engine_config import EngineConfig
 from treadle.server.app import create_app
+from treadle.server.http import HttpServer
 
 MODEL = "tiny"
 
@@ -34,7 +34,7 @@ class RunningServer:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning"))
+        self.server = HttpServer(self.app, log_level="warning")
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listener])))
         self._thread.start()
         deadline = time.monotonic() + 20

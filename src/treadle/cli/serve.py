@@ -5,7 +5,6 @@ import logging
 import os
 import resource
 import signal
-from typing import Any
 
 from treadle.cli.options import add_engine_options, engine_options
 from treadle.errors import ConfigError
@@ -65,11 +64,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--port", f"must be between 0 and 65535, got {args.port}")
     if args.model_name is not None:
         args.model = args.model_name
-    import uvicorn
-
     from treadle.build import build_engine
     from treadle.engine_config import EngineConfig
     from treadle.server.app import create_app
+    from treadle.server.http import HttpServer
 
     config = EngineConfig(
         **engine_options(args),
@@ -84,28 +82,13 @@ def run(args: argparse.Namespace) -> int:
         grace_s=args.shutdown_grace,
     )
 
-    class Server(uvicorn.Server):
-        async def startup(self, *args: Any, **options: Any) -> None:
-            await super().startup(*args, **options)
-            if self.started and self.servers:
-                address, port = self.servers[0].sockets[0].getsockname()[:2]
-                host = f"[{address}]" if ":" in address else address
-                logger.info("API at http://%s:%d/v1, the scheduler at work at http://%s:%d/", host, port, host, port)
-
-        def handle_exit(self, *args: Any) -> None:
-            app.state.service.is_stopping = True  # new requests are refused from now on
-            super().handle_exit(*args)
-
     _allow_open_files()
-    server = Server(
-        uvicorn.Config(
-            app,
-            host=args.host,
-            port=args.port,
-            log_level="warning" if args.quiet else "info",
-            access_log=False,
-            timeout_graceful_shutdown=max(1, int(args.shutdown_grace) + 1),
-        )
+    server = HttpServer(
+        app,
+        host=args.host,
+        port=args.port,
+        log_level="warning" if args.quiet else "info",
+        timeout_graceful_shutdown=max(1, int(args.shutdown_grace) + 1),
     )
     # uvicorn ends by itself on these, and then raises them again: an orderly end is no error.
     for number in (signal.SIGTERM, signal.SIGINT):

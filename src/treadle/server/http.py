@@ -1,0 +1,70 @@
+"""The HTTP server: uvicorn's, with a way in for bursts of connections, and a word on where it is reached."""
+
+import asyncio
+import functools
+import logging
+import socket
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+logger = logging.getLogger("treadle")
+
+BACKLOG = 2**16
+"""Connections that may wait to be accepted. The kernel allows net.core.somaxconn of them, by default 4,096."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, except that it accepts all the connections that wait, and not one in each turn of the loop.
+
+    One a turn is libuv's rule, and so uvloop's. When thousands of clients come at once, a turn takes as long as their
+    requests do, the kernel's queue of connections stays full, and after some seconds Linux resets connections.
+    """
+
+    def __init__(self, app: FastAPI, **options: Any) -> None:
+        super().__init__(uvicorn.Config(app, access_log=False, backlog=BACKLOG, **options))
+        self._service = app.state.service
+        self._listeners: list[socket.socket] = []
+        self._accepting: set[asyncio.Task[Any]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, accept, and tell the address."""
+        await super().startup(sockets)
+        loop = asyncio.get_running_loop()
+        for server in self.servers:
+            for listening in server.sockets:
+                listener = socket.fromfd(listening.fileno(), listening.family, listening.type)
+                self._listeners.append(listener)
+                loop.add_reader(listener, self._accept_all, listener)
+        address, port = self.servers[0].sockets[0].getsockname()[:2]
+        host = f"[{address}]" if ":" in address else address
+        logger.info("API at http://%s:%d/v1, the scheduler at work at http://%s:%d/", host, port, host, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, and end in order."""
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, *args: Any) -> None:
+        """A signal came: refuse new requests from now on."""
+        self._service.is_stopping = True
+        super().handle_exit(*args)
+
+    def _accept_all(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        make_protocol: Any = self.config.http_protocol_class
+        protocol = functools.partial(
+            make_protocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # none is left, or no file may be opened: the loop's own listener sees to that
+                return
+            connection.setblocking(False)
+            task = loop.create_task(loop.connect_accepted_socket(protocol, connection))
+            self._accepting.add(task)
+            task.add_done_callback(self._accepting.discard)
