@@ -1,6 +1,7 @@
 """`treadle serve`: an OpenAI-compatible HTTP server."""
 
 import argparse
+import gc
 import logging
 import os
 import resource
@@ -58,6 +59,12 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def _spare_what_stays() -> None:
+    """Keep the garbage collector from what set-up made: 200,000 objects that stay, 0.1 s with the lock at each look."""
+    gc.collect()
+    gc.freeze()
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if not 0 <= args.port < 65536:
@@ -93,5 +100,6 @@ def run(args: argparse.Namespace) -> int:
     # uvicorn ends by itself on these, and then raises them again: an orderly end is no error.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    _spare_what_stays()
     server.run()
     return 0 if server.started else 1
