@@ -72,7 +72,7 @@ class RequestMetrics:
         arrival_time: when it was added.
         first_scheduled_time: when a step first ran part of it.
         first_token_time: when its first token was sampled.
-        last_token_time: when its latest token was sampled.
+        last_token_time: when its last token was sampled; known when a sequence of it ends.
         finished_time: when it ended.
         preemptions: each time it lost its blocks and had to come back.
         num_cached_tokens: prompt tokens it took from the prefix cache at its first admission.

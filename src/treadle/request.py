@@ -66,6 +66,8 @@ class Sequence:
         finish_reason: why it ended, None before.
         stop_reason: the stop string or id that ended it.
         cumulative_logprob: sum of its tokens' log-probabilities; beam search only.
+        last_token_time: when it had got its latest token as it last left its row (while it runs, the batch's array
+            tells), in seconds on the engine's clock; NaN before the first.
         shares: (sequence, number of tokens) whose KV this one shares and has to wait for, while a group is
             computed again; None when there is nothing to wait for.
         matcher: how far it has got in the request's grammar; the runner makes it when it needs it, from the tokens.
@@ -77,6 +79,7 @@ class Sequence:
         "cumulative_logprob",
         "finish_reason",
         "index",
+        "last_token_time",
         "matcher",
         "request",
         "row",
@@ -91,6 +94,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
+        self.last_token_time = math.nan
         self.shares: tuple[Sequence, int] | None = None
         self.matcher: Any = None
         self._token_ids = token_ids

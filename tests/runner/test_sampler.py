@@ -29,7 +29,7 @@ def rows_for(params_list, prompts=None, outputs=None, stop_ids=frozenset(), seed
         request.rank = (i,)
         row = batch.add(request.sequences[0], 64)
         for token in (outputs or {}).get(i, ()):
-            batch.append_tokens(np.array([row], dtype=np.int32), np.array([token], dtype=np.int32))
+            batch.append_tokens(np.array([row], dtype=np.int32), np.array([token], dtype=np.int32), 0.0)
         rows.append(row)
     return batch, np.array(rows, dtype=np.int32)
 

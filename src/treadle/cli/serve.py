@@ -60,7 +60,7 @@ def _allow_open_files() -> None:
 
 
 def _spare_what_stays() -> None:
-    """Keep the garbage collector from what set-up made: 200,000 objects that stay, 0.1 s with the lock at each look."""
+    """Keep the garbage collector from what set-up made: 200,000 objects that stay, 0.1 s at each full look."""
     gc.collect()
     gc.freeze()
 

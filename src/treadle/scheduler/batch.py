@@ -20,6 +20,7 @@ NO_TOKEN = -1
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
+TimeArray = npt.NDArray[np.float64]
 
 
 class SamplingRows:
@@ -96,6 +97,7 @@ class RunningBatch:
         num_prompt_tokens: int32 [rows], of them in the prompt.
         num_computed_tokens: int32 [rows], tokens whose KV is written.
         token_limits: int32 [rows], num_tokens at which the sequence ends.
+        last_token_times: float64 [rows], when each got its latest token; NaN before the first.
         is_prefilling: bool [rows], whether tokens known at admission are still to be computed.
         is_beam: bool [rows], whether the row belongs to a beam search.
         adapter_ids: int32 [rows], LoRA adapter's number, 0 for the base model.
@@ -113,6 +115,7 @@ class RunningBatch:
         self.num_computed_tokens: IntArray = self._counters[:, NUM_COMPUTED]
         self.num_prompt_tokens: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self.token_limits: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
+        self.last_token_times: TimeArray = np.full(max_num_seqs, np.nan)
         self.is_prefilling: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_beam: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.adapter_ids: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
@@ -215,6 +218,7 @@ class RunningBatch:
         seq.bind(row, self.token_ids[row], self._counters[row])
         self.num_prompt_tokens[row] = seq.num_prompt_tokens
         self.token_limits[row] = token_limit
+        self.last_token_times[row] = seq.last_token_time
         self.is_beam[row] = params.use_beam_search
         self._num_beams += params.use_beam_search
         self.adapter_ids[row] = 0 if request.lora is None else request.lora.lora_int_id
@@ -246,6 +250,7 @@ class RunningBatch:
         self._num_beams -= bool(self.is_beam[row])
         self._many_stop_ids.pop(row, None)
         self.sequences[row] = None
+        seq.last_token_time = float(self.last_token_times[row])
         seq.unbind()
         self._free_rows.append(row)
 
@@ -259,13 +264,15 @@ class RunningBatch:
         self._num_reserved_seats += count - request.num_reserved_seats
         request.num_reserved_seats = count
 
-    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> BoolArray:
+    def append_tokens(self, rows: IntArray, token_ids: IntArray, now: float) -> BoolArray:
         """Append one token to each of the distinct `rows`; returns which of them have reached an end.
 
         Args:
             rows: int32 [n].
             token_ids: int32 [n].
+            now: seconds on the engine's clock.
         """
+        self.last_token_times.put(rows, now)
         num_tokens = self.num_tokens[rows]
         self.token_ids[rows, num_tokens] = token_ids
         num_tokens += 1

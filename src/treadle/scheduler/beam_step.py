@@ -20,9 +20,11 @@ def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequenc
     now = state.clock.now()
     if request.metrics.first_token_time is None:
         request.metrics.first_token_time = now
-    request.metrics.last_token_time = now
     search = _search(state, request)
     beams = [seq for seq, _ in answers]
+    for beam in beams:
+        assert beam.row is not None
+        state.batch.last_token_times[beam.row] = now
     going_on, ending = select(
         [seq.cumulative_logprob for seq in beams],
         [answer.candidates for _, answer in answers],
@@ -74,6 +76,7 @@ def _replace(
     sequences = list(beams)
     while len(sequences) < len(continuations):
         beam = Sequence(request, len(sequences), beams[0].token_ids.copy(), beams[0].num_computed_tokens)
+        beam.last_token_time = float(state.batch.last_token_times[beams[0].row])
         state.batch.add(beam, token_limit(state, request))
         state.kv.fork(beams[0], beam)
         sequences.append(beam)

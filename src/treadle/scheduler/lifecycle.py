@@ -9,6 +9,8 @@
       └─ recompute_lost  └──── swap_out ─────▲
 """
 
+import math
+
 from treadle.kvcache import AllocationPlan, BlockPairs
 from treadle.outputs import PreemptionRecord
 from treadle.request import FinishReason, Request, RequestStatus, Sequence
@@ -196,6 +198,9 @@ def release(state: SchedulerState, seq: Sequence) -> None:
     elif seq in state.kv.host_tables:
         state.kv.free_host(seq)
     seq.shares = None
+    metrics = seq.request.metrics
+    if not math.isnan(seq.last_token_time):
+        metrics.last_token_time = max(seq.last_token_time, metrics.last_token_time or 0.0)
 
 
 def leave(state: SchedulerState, request: Request) -> None:

@@ -307,11 +307,11 @@ class Scheduler:
                 continue
             sequences.append(alive)
             token_ids.append(tokens)
-            ended = batch.append_tokens(rows, tokens)
+            ended = batch.append_tokens(rows, tokens, now)
             # All tokens but the new one are computed now.
             batch.num_computed_tokens[rows] = batch.num_tokens[rows] - 1
             for i in np.flatnonzero(ended).tolist():
-                self._end_by_token(alive[i], int(tokens[i]), now)
+                self._end_by_token(alive[i], int(tokens[i]))
         if plan.num_lookahead_slots:
             rows = np.array([row for row in plan.decode_rows.tolist() if batch.sequences[row]], dtype=np.int32)
             kv.trim(rows, batch.num_tokens[rows])
@@ -334,9 +334,8 @@ class Scheduler:
             rounds.append((plan.decode_rows[has_more], result.decode_token_ids[has_more, i]))
         return rounds
 
-    def _end_by_token(self, seq: Sequence, token_id: int, now: float) -> None:
+    def _end_by_token(self, seq: Sequence, token_id: int) -> None:
         request = seq.request
-        request.metrics.last_token_time = now
         if token_id in request.stop_token_ids:
             named = request.sampling_params.stop_token_ids or ()
             lifecycle.end_sequence(self._state, seq, FinishReason.STOP, token_id if token_id in named else None)

@@ -57,7 +57,7 @@ def create_app(
         grace_s: seconds that requests get to end when the server stops.
     """
     service = Service(built, model_name)
-    metrics = Metrics(built.engine.scheduler, built.engine.clock, model_name)
+    metrics = Metrics(built.engine.scheduler, model_name)
     feed = StepFeed(built.engine.scheduler, built.engine.clock, service.engine)
     built.engine.add_observer(metrics)
     built.engine.add_observer(feed)

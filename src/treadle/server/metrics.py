@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -16,7 +18,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from treadle.clock import Clock
 from treadle.engine.step_record import describe_blocks
 from treadle.request import Request
 from treadle.scheduler import Scheduler, StepPlan
@@ -49,16 +50,21 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 
 
 class _Histogram:
-    """Counts by bucket; a value may count several times."""
+    """Counts by bucket."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def add(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add_all(self, values: npt.NDArray[np.float64]) -> None:
+        for bucket, count in Counter(np.searchsorted(self._bounds, values).tolist()).items():
+            self._counts[bucket] += count
+        self._sum += float(values.sum())
 
     def family(self, name: str, text: str, labels: Sequence[str]) -> Metric:
         total, buckets = 0, []
@@ -75,16 +81,16 @@ class Metrics(Collector):
 
     Args:
         scheduler: of the engine.
-        clock: of the engine.
         model_name: the label on everything.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Clock, model_name: str) -> None:
+    def __init__(self, scheduler: Scheduler, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._scheduler = scheduler
-        self._clock = clock
         self._labels = [model_name, "0"]
-        self._step_start = 0.0
+        self._sampling_rows: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self._token_times: npt.NDArray[np.float64] = np.empty(0)
+        self._awaiting_first: list[Request] = []
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._finished: Counter[str] = Counter()
@@ -96,8 +102,13 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def on_schedule(self, plan: StepPlan) -> None:
-        """Note when the step started."""
-        self._step_start = self._clock.now()
+        """Note who is to get a token, and when each got its latest one."""
+        batch = plan.batch
+        prompts_that_end = [s.row for s in plan.sequences if s.num_samples or s.num_candidates]
+        self._sampling_rows = np.append(plan.decode_rows, np.array(prompts_that_end, dtype=np.int32))
+        self._token_times = batch.last_token_times[self._sampling_rows]
+        requests = [batch.sequences[row].request for row in prompts_that_end]
+        self._awaiting_first = [r for r in requests if r.metrics.first_token_time is None]
 
     def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
         """Count the step and the requests that ended with it."""
@@ -107,10 +118,7 @@ class Metrics(Collector):
         self._histograms["vllm:iteration_tokens_total"].add(plan.num_batched_tokens)
         kind = "idle" if plan.is_empty else "mixed" if plan.sequences and num_decodes else "decode"
         self._steps["prefill" if plan.sequences and not num_decodes else kind] += 1
-        if num_decodes:
-            # What each decoding sequence waited for this token.
-            duration = self._clock.now() - self._step_start
-            self._histograms["vllm:inter_token_latency_seconds"].add(duration, num_decodes)
+        self._count_tokens(plan)
         for preemption in plan.preempted:
             self._preemptions[preemption.mode.value] += 1
         for refusal in plan.refusals:
@@ -119,6 +127,15 @@ class Metrics(Collector):
             self._block_moves[name] += len(getattr(plan, f"blocks_to_{name}"))
         for request in finished:
             self._count_finished(request)
+
+    def _count_tokens(self, plan: StepPlan) -> None:
+        """What each sequence has waited for its token, preempted or passed over meanwhile or not."""
+        gaps = plan.batch.last_token_times[self._sampling_rows] - self._token_times
+        self._histograms["vllm:inter_token_latency_seconds"].add_all(gaps[gaps > 0])  # NaN: it was the first; 0: none
+        for request in self._awaiting_first:
+            waited = request.metrics.time_to_first_token
+            if waited is not None:
+                self._histograms["vllm:time_to_first_token_seconds"].add(waited)
 
     def _count_finished(self, request: Request) -> None:
         metrics = request.metrics
@@ -132,10 +149,9 @@ class Metrics(Collector):
             "vllm:request_params_n": params.n,
             "vllm:request_params_max_tokens": params.max_tokens,
             "vllm:request_queue_time_seconds": metrics.time_in_queue,
-            "vllm:time_to_first_token_seconds": metrics.time_to_first_token,
         }
         first_step, first = metrics.first_scheduled_time, metrics.first_token_time
-        last = metrics.last_token_time or metrics.finished_time  # a stop string ends it with its last token
+        last = metrics.last_token_time
         if metrics.finished_time is not None:
             values["vllm:e2e_request_latency_seconds"] = metrics.finished_time - metrics.arrival_time
         if first_step is not None and first is not None:
