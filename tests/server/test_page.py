@@ -241,11 +241,11 @@ def test_the_pages_view_of_a_run_is_the_recordings(small_server, open_page, tmp_
             };
             const there = run.steps.map((_, i) => view(i));
             const back = run.steps.map((_, i) => view(run.steps.length - 1 - i)).reverse();
-            return [there, back, run.events];
+            return [there, back, run.events, run.steps.map((step) => [step.itl, step.longestItl])];
         }""",
         [recording.header, recording.records],
     )
-    there, back, events = views
+    there, back, events, latencies = views
     assert there == back
     blocks = dict.fromkeys(range(recording.header["num_blocks"]), "free")
     for record, view in zip(recording.records, there, strict=True):
@@ -261,6 +261,15 @@ def test_the_pages_view_of_a_run_is_the_recordings(small_server, open_page, tmp_
         assert set(view["running"]) == (set(record["ran"]) | set(record["idle"])) - gone["recompute"] - gone["swap"]
     told = sum(event["kind"] in ("preempted", "swapped-out") for event in events)
     assert told == sum(len(record["preempted"]) for record in recording.records) > 0
+    ends = [record["time"] + record["duration"] for record in recording.records]
+    only_decodes = [{part["kind"] for part in record["ran"].values()} == {"decode"} for record in recording.records]
+    steady = 0
+    for i, (record, before) in enumerate(zip(recording.records[1:], recording.records, strict=False), 1):
+        if only_decodes[i] and set(record["ran"]) <= set(before["ran"]) and only_decodes[i - 1]:
+            assert latencies[i] == [pytest.approx(ends[i] - ends[i - 1])] * 2
+            steady += 1
+    assert steady
+    assert any(longest is not None and longest > 3 * middle for middle, longest in latencies)  # back from the queue
 
 
 def test_a_long_run_forgets_its_beginning(small_server, open_page, tmp_path):

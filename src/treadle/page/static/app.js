@@ -127,7 +127,7 @@ function drawFigures(step) {
     "tokens/s": seconds > 0 ? Math.round(total / seconds).toLocaleString("en") : "–",
     "KV held": `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`,
     TTFT: ms(middle(run.steps.slice(0, cursor + 1).flatMap((s) => s.ttfts).slice(-20))),
-    ITL: ms(middle(recent.filter((s) => s.tokens > s.prefillTokens).map((s) => s.duration))),
+    ITL: ms(middle(recent.filter((s) => s.itl !== null).map((s) => s.itl))),
   };
   at("figures").replaceChildren(
     ...Object.entries(figures).map(([name, value]) => {

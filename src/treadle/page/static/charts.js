@@ -42,7 +42,7 @@ export class Charts {
       make(this.places.tokens, [filled("tokens", "k-prefill"), filled("of decodes", "k-decode")], [ticks("")]),
       make(
         this.places.latency,
-        [line("ITL (ms)", "k-decode"), line("TTFT (ms, right)", "k-preempted", { scale: "ttft", ...dots })],
+        [line("longest ITL", "k-waiting-line"), line("ITL (ms)", "k-decode"), line("TTFT (ms, right)", "k-preempted", { scale: "ttft", ...dots })],
         [ticks(""), { ...ticks(""), scale: "ttft", side: 1, grid: { show: false } }],
         { ttft: { range: fromZero } },
       ),
@@ -73,7 +73,8 @@ export class Charts {
     this.plots[0].setData([x, steps.map((s) => s.tokens), steps.map((s) => s.tokens - s.prefillTokens)]);
     this.plots[1].setData([
       x,
-      steps.map((s) => (s.tokens > s.prefillTokens ? ms(s.duration) : null)),
+      steps.map((s) => (s.itl === null ? null : ms(s.longestItl))),
+      steps.map((s) => (s.itl === null ? null : ms(s.itl))),
       steps.map((s) => (s.ttfts.length ? ms(Math.max(...s.ttfts)) : null)),
     ]);
     this.plots[2].setData([

@@ -81,6 +81,8 @@ export class Run {
       prefillTokens: 0,
       blocks: record.blocks,
       ttfts: [],
+      itl: null, // median and most of what requests waited for this token since their last one
+      longestItl: null,
       reasons: new Map(),
     };
     for (const [id, a] of Object.entries(record.arrived)) {
@@ -131,6 +133,7 @@ export class Run {
       number: this.byNumber.length,
       computed: 0,
       outputs: 0,
+      lastToken: null, // when it came
       preemptions: [], // steps
       pauses: [], // [step, computed, outputs] where it stopped running
       outcome: null,
@@ -149,6 +152,12 @@ export class Run {
   #cells(record, step) {
     const ran = Object.entries(record.ran);
     const cells = new Int32Array(ran.length * FIELDS);
+    const end = record.time + record.duration;
+    const waits = [];
+    const gotToken = (request) => {
+      if (request.lastToken !== null) waits.push(end - request.lastToken);
+      request.lastToken = end;
+    };
     ran.forEach(([id, part], i) => {
       const request = this.#known(id);
       let kind = KINDS.indexOf(part.kind);
@@ -161,17 +170,24 @@ export class Run {
         if (part.kind === "prefill" && part.count < part.of && (part.start > 0 || done < wanted)) kind = 1;
         if (done >= wanted) {
           if (request.outputs === 0) {
-            step.ttfts.push(record.time + record.duration - request.arrival);
+            step.ttfts.push(end - request.arrival);
             request.outputs = request.n;
           } else request.outputs += part.sequences;
+          gotToken(request);
         }
       } else {
         request.outputs += part.count;
+        gotToken(request);
         done = request.outputs;
         wanted = request.maxTokens === null ? 0 : request.maxTokens * request.n;
       }
       cells.set([request.number, kind, done, wanted], i * FIELDS);
     });
+    if (waits.length) {
+      waits.sort((a, b) => a - b);
+      step.itl = waits[waits.length >> 1];
+      step.longestItl = waits.at(-1);
+    }
     return cells;
   }
 
