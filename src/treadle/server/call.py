@@ -1,31 +1,82 @@
 """What one call of a generating endpoint is made of, chat or completion."""
 
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from typing import Generic, TypeVar
 
+from treadle.engine.async_engine import RequestStream
+from treadle.errors import EngineError
+from treadle.outputs import CompletionOutput
 from treadle.server.protocol import GenerationRequest
-from treadle.server.responses import JSON
-from treadle.server.service import Service
+from treadle.server.responses import JSON, finish_fields, sse, usage
+from treadle.server.service import Service, interleave
 
 R = TypeVar("R", bound=GenerationRequest)
 
 
-class Call(Generic[R]):
+class Call(ABC, Generic[R]):
     """One call: who asks what, and the frame of the answer.
 
     Args:
         service: the engine.
         request: what the client sent.
-        kind: begins the call's id.
+        id_prefix: begins the call's id.
     """
 
-    def __init__(self, service: Service, request: R, kind: str) -> None:
+    chunk_kind: str
+    """What the events of a stream call themselves."""
+
+    def __init__(self, service: Service, request: R, id_prefix: str) -> None:
         service.check_model(request.model)
         self._service = service
         self._request = request
         self._created = int(time.time())
-        self._id = service.new_id(kind, request.request_id)
+        self._id = service.new_id(id_prefix, request.request_id)
+
+    async def stream(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
+        """The answer in server-sent events: a chunk per token and choice, then the usage if it is wanted."""
+        options = self._request.stream_options
+        # By prompt: the tokens of it, those generated, and those from the prefix cache.
+        used: dict[int, tuple[int, int, int]] = {}
+        begun: set[int] = set()
+
+        def chunk(number: int, choice: JSON) -> bytes:
+            body = self._body(self.chunk_kind, [choice])
+            if options is not None and options.continuous_usage_stats:
+                body["usage"] = usage(*used[number])
+            return sse(body)
+
+        async for number, output in interleave(streams):
+            if output.error is not None:
+                raise EngineError(output.error)
+            num_prompt_tokens, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+            num_generated = used[number][1] if number in used else 0
+            for completion in output.outputs:
+                index = number * self._request.n + completion.index
+                used[number] = (num_prompt_tokens, num_generated, num_cached)
+                if index not in begun:
+                    begun.add(index)
+                    for choice in self._opening(index):
+                        yield chunk(number, choice)
+                num_generated += len(completion.token_ids)
+                used[number] = (num_prompt_tokens, num_generated, num_cached)
+                choice = {"index": index, **self._delta(index, completion), **finish_fields(completion)}
+                if self._request.return_token_ids:
+                    choice["token_ids"] = completion.token_ids
+                yield chunk(number, choice)
+        if options is not None and options.include_usage:
+            totals = [sum(column) for column in zip(*used.values(), strict=True)]
+            yield sse({**self._body(self.chunk_kind, []), "usage": usage(*totals)})
+        yield sse("[DONE]")
+
+    def _opening(self, index: int) -> Sequence[JSON]:
+        """What is said before a choice's first token."""
+        return ()
+
+    @abstractmethod
+    def _delta(self, index: int, completion: CompletionOutput) -> JSON:
+        """What a chunk says that is new of a choice."""
 
     def _body(self, kind: str, choices: Sequence[JSON]) -> JSON:
         return {

@@ -1,15 +1,15 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from starlette.requests import Request as HTTPRequest
 
 from treadle.engine.async_engine import RequestStream
-from treadle.errors import EngineError, InvalidRequestError
+from treadle.errors import InvalidRequestError
 from treadle.outputs import CompletionOutput
 from treadle.server.call import Call
 from treadle.server.protocol import ChatRequest, flatten_content
-from treadle.server.responses import JSON, chat_logprobs, finish_fields, prompt_logprobs, sse, usage, usage_of
+from treadle.server.responses import JSON, chat_logprobs, finish_fields, prompt_logprobs, usage_of
 from treadle.server.service import Service
 
 RESERVED_TEMPLATE_NAMES = {"messages", "add_generation_prompt", "bos_token", "eos_token"}
@@ -37,6 +37,8 @@ class Chat(Call[ChatRequest]):
         service: the engine.
         request: what the client sent.
     """
+
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
         super().__init__(service, request, "chatcmpl")
@@ -92,39 +94,12 @@ class Chat(Call[ChatRequest]):
             body["prompt_logprobs"] = prompt_logprobs(output)
         return body
 
-    async def stream(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
-        """The answer in server-sent events: who speaks, then a chunk per token and choice."""
-        options = self._request.stream_options
-        kind = "chat.completion.chunk"
-        num_prompt_tokens = num_tokens = num_cached = 0
-        opened: set[int] = set()
-        async for output in streams[0]:
-            if output.error is not None:
-                raise EngineError(output.error)
-            num_prompt_tokens, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
-            for completion in output.outputs:
-                index = completion.index
-                if index not in opened:
-                    opened.add(index)
-                    first = {"index": index, "delta": {"role": "assistant", "content": ""}}
-                    yield sse(self._body(kind, [{**first, "logprobs": None, "finish_reason": None}]))
-                num_tokens += len(completion.token_ids)
-                choice = {
-                    "index": index,
-                    "delta": {"content": completion.text},
-                    "logprobs": self._logprobs(completion),
-                    **finish_fields(completion),
-                }
-                if self._request.return_token_ids:
-                    choice["token_ids"] = completion.token_ids
-                body = self._body(kind, [choice])
-                if options is not None and options.continuous_usage_stats:
-                    body["usage"] = usage(num_prompt_tokens, num_tokens, num_cached)
-                yield sse(body)
-        if options is not None and options.include_usage:
-            totals = usage(num_prompt_tokens, num_tokens, num_cached)
-            yield sse({**self._body(kind, []), "usage": totals})
-        yield sse("[DONE]")
+    def _opening(self, index: int) -> list[JSON]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def _delta(self, index: int, completion: CompletionOutput) -> JSON:
+        return {"delta": {"content": completion.text}, "logprobs": self._logprobs(completion)}
 
     def _logprobs(self, completion: CompletionOutput) -> JSON | None:
         return chat_logprobs(completion.logprobs, self._num_top) if self._request.logprobs else None

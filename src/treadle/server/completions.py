@@ -1,13 +1,13 @@
 """POST /v1/completions."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
 from treadle.engine.async_engine import RequestStream
-from treadle.errors import EngineError, InvalidRequestError
+from treadle.errors import InvalidRequestError
 from treadle.outputs import CompletionOutput, RequestOutput
 from treadle.server.call import Call
 from treadle.server.protocol import CompletionRequest
@@ -16,15 +16,11 @@ from treadle.server.responses import (
     completion_logprobs,
     finish_fields,
     prompt_logprobs,
-    sse,
-    usage,
     usage_of,
 )
-from treadle.server.service import Service, interleave
+from treadle.server.service import Service
 from treadle.text.input_processor import as_prompt_list
 from treadle.text.tokenizer import Tokenizer
-
-KIND = "text_completion"
 
 
 class Completion(Call[CompletionRequest]):
@@ -35,6 +31,8 @@ class Completion(Call[CompletionRequest]):
         request: what the client sent.
     """
 
+    chunk_kind = "text_completion"
+
     def __init__(self, service: Service, request: CompletionRequest) -> None:
         super().__init__(service, request, "cmpl")
         self._num_generated = request.n
@@ -44,6 +42,7 @@ class Completion(Call[CompletionRequest]):
             if request.stream:
                 raise InvalidRequestError("best_of", "cannot be streamed: which ones are best is known at the end")
             self._num_generated = request.best_of
+        self._offsets: dict[int, int] = {}  # characters that a stream's choices have by now
         # An echo without output: the engine generates a token, and it is not told.
         self._tells_output = not (request.echo and request.max_tokens == 0)
 
@@ -86,38 +85,16 @@ class Completion(Call[CompletionRequest]):
                 best = best[: self._request.n]
             for i, completion in enumerate(best):
                 choices.append(self._choice(number * self._request.n + i, output, completion))
-        body = self._body(KIND, choices)
+        body = self._body(self.chunk_kind, choices)
         body["usage"] = usage_of(outputs)
         if not self._tells_output:
             body["usage"]["completion_tokens"] = 0
             body["usage"]["total_tokens"] = body["usage"]["prompt_tokens"]
         return body
 
-    async def stream(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
-        """The answer in server-sent events: a chunk per token and choice."""
-        options = self._request.stream_options
-        counts: dict[int, tuple[int, int, int]] = {}
-        offsets: dict[int, int] = {}
-        async for number, output in interleave(streams):
-            if output.error is not None:
-                raise EngineError(output.error)
-            prompt_tokens, completion_tokens, _ = counts.get(number, (len(output.prompt_token_ids), 0, 0))
-            completion_tokens += sum(len(c.token_ids) for c in output.outputs)
-            counts[number] = (prompt_tokens, completion_tokens, output.num_cached_tokens)
-            for completion in output.outputs:
-                index = number * self._request.n + completion.index
-                choice = self._delta(index, completion, offsets.get(index, 0))
-                offsets[index] = offsets.get(index, 0) + len(completion.text)
-                body = self._body(KIND, [choice])
-                if options is not None and options.continuous_usage_stats:
-                    body["usage"] = usage(*counts[number])
-                yield sse(body)
-        if options is not None and options.include_usage:
-            totals = [sum(column) for column in zip(*counts.values(), strict=True)]
-            yield sse({**self._body(KIND, []), "usage": usage(*totals)})
-        yield sse("[DONE]")
-
-    def _delta(self, index: int, completion: CompletionOutput, offset: int) -> JSON:
+    def _delta(self, index: int, completion: CompletionOutput) -> JSON:
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(completion.text)
         logprobs = None
         if self._request.logprobs is not None and completion.logprobs is not None:
             logprobs = completion_logprobs(
@@ -127,10 +104,7 @@ class Completion(Call[CompletionRequest]):
                 self._tokenizer.token_text,
                 offset,
             )
-        choice = {"index": index, "text": completion.text, "logprobs": logprobs, **finish_fields(completion)}
-        if self._request.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-        return choice
+        return {"text": completion.text, "logprobs": logprobs}
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JSON:
         request = self._request
