@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.request import IntArray
+from treadle.request import IntArray, Sequence
 from treadle.runner.grammar_masks import GrammarMasks
 from treadle.runner.noise import uniform
 from treadle.scheduler import RunningBatch, TokenLogprobs
@@ -112,14 +112,7 @@ class Sampler:
         raw, raw_place = values, place[reported]
         if is_edited[reported].any():
             raw, raw_place = values[torch.from_numpy(raw_place).to(values.device)], _numbers(len(reported))
-        structured = np.flatnonzero(sampling.has_grammar[rows])
-        if len(structured):
-            self.grammar_masks.apply(values, place[structured], batch, rows[structured])
-        for i in np.flatnonzero(sampling.is_biased[rows]).tolist():
-            _bias(values[place[i]], batch, int(rows[i]))
-        penalized = np.flatnonzero(sampling.is_penalized[rows])
-        if len(penalized):
-            self._kernels.penalize(values, place[penalized], batch, rows[penalized])
+        self._edit(values, place, batch, rows)
         drawn = np.flatnonzero(is_edited | ~sampling.is_greedy[rows])
         if len(drawn):
             own = rows[drawn]
@@ -148,16 +141,24 @@ class Sampler:
             row: the beam's.
             count: how many, at most V.
         """
-        values, own = logits[None], np.array([row], dtype=np.int32)
-        if batch.sampling.has_grammar[row]:
-            self.grammar_masks.apply(values, _numbers(1), batch, own)
-        if batch.sampling.is_biased[row]:
-            _bias(logits, batch, row)
-        if batch.sampling.is_penalized[row]:
-            self._kernels.penalize(values, _numbers(1), batch, own)
+        values = logits[None]
+        self._edit(values, _numbers(1), batch, np.array([row], dtype=np.int32))
         num_top = np.array([min(count, len(logits))], dtype=np.int32)
         (entry,) = self._kernels.report(values, _numbers(1), _numbers(1), num_top)
         return tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+
+    def _edit(self, values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+        """Make of the rows' logits what their requests ask for, in place: the first step of the module's list."""
+        sampling = batch.sampling
+        structured = np.flatnonzero(sampling.has_grammar[rows])
+        if len(structured):
+            self.grammar_masks.apply(values, place[structured], batch, rows[structured])
+        biased = np.flatnonzero(sampling.is_biased[rows])
+        if len(biased):
+            _bias(values, place[biased], batch, rows[biased])
+        penalized = np.flatnonzero(sampling.is_penalized[rows])
+        if len(penalized):
+            self._kernels.penalize(values, place[penalized], batch, rows[penalized])
 
 
 def _numbers(count: int) -> IntArray:
@@ -165,22 +166,39 @@ def _numbers(count: int) -> IntArray:
 
 
 @torch.inference_mode()
-def _bias(logits: torch.Tensor, batch: RunningBatch, row: int) -> None:
-    """Apply allowed ids, min_tokens and biases of a request to its logits, float32 [V], in place."""
-    seq = batch.sequences[row]
-    params = seq.request.sampling_params
-    device = logits.device
-    if params.allowed_token_ids is not None:
-        forbidden = torch.ones_like(logits, dtype=torch.bool)
-        forbidden[torch.tensor(list(params.allowed_token_ids), device=device)] = False
-        logits.masked_fill_(forbidden, -torch.inf)
-    if seq.num_output_tokens < params.min_tokens and seq.request.stop_token_ids:
-        ends = torch.tensor(sorted(seq.request.stop_token_ids), device=device)
-        end_logits = logits[ends]
-        logits[ends] = -torch.inf
-        if params.structured_outputs is not None and logits.max() == -torch.inf:
-            logits[ends] = end_logits  # the text is complete
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias.keys()), device=device)
-        bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
-        logits[ids] += bias.clamp(-LOGIT_BIAS_LIMIT, LOGIT_BIAS_LIMIT)
+def _bias(values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+    """Apply the rows' allowed ids, min_tokens and biases to their logits, in place.
+
+    What touches few logits is gathered from all rows and done at once.
+    """
+    ends: list[tuple[int, int]] = []
+    biases: list[tuple[int, int]] = []
+    amounts: list[float] = []
+    for i, seq in zip(place.tolist(), batch.sequences[rows], strict=True):
+        params, stop_token_ids = seq.request.sampling_params, seq.request.stop_token_ids
+        if params.allowed_token_ids is not None:
+            forbidden = torch.ones_like(values[i], dtype=torch.bool)
+            forbidden[torch.tensor(list(params.allowed_token_ids), device=values.device)] = False
+            values[i].masked_fill_(forbidden, -torch.inf)
+        if seq.num_output_tokens < params.min_tokens and not _is_complete(values[i], seq):
+            ends += [(i, token_id) for token_id in stop_token_ids]
+        for token_id, amount in (params.logit_bias or {}).items():
+            biases.append((i, token_id))
+            amounts.append(min(max(amount, -LOGIT_BIAS_LIMIT), LOGIT_BIAS_LIMIT))
+    if ends:
+        values[_at(ends, values)] = -torch.inf
+    if biases:
+        values[_at(biases, values)] += torch.tensor(amounts, dtype=torch.float32, device=values.device)
+
+
+def _is_complete(logits: torch.Tensor, seq: Sequence) -> bool:
+    """Whether a structured output can only end: its grammar allows no token but those that end it."""
+    if seq.request.sampling_params.structured_outputs is None:
+        return False
+    others = logits.clone()
+    others[list(seq.request.stop_token_ids)] = -torch.inf
+    return bool(others.max() == -torch.inf)
+
+
+def _at(pairs: list[tuple[int, int]], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.tensor(pairs, device=values.device).unbind(1)
