@@ -46,7 +46,7 @@ class RequireKey:
 
 
 class LimitBody:
-    """Refuses bodies of more than `max_bytes`, announced or not."""
+    """Refuses bodies of more than `max_bytes`, announced or not. (FastAPI's own limit answers in plain text.)"""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
