@@ -38,7 +38,9 @@ class KVStorage:
         host_shape = (layers, num_host_blocks, block_size, width)
         host = torch.device("cpu")
         keys, values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
-        self.tiers = BlockTiers((keys, _zeros(host_shape, dtype, host)), (values, _zeros(host_shape, dtype, host)))
+        self.tiers = BlockTiers(
+            (keys, _zeros(host_shape, dtype, host)), (values, _zeros(host_shape, dtype, host)), block_dim=1
+        )
         self.keys, self.values = keys.flatten(1, 2), values.flatten(1, 2)
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from treadle.kernels.cpu.arena import Arena
-from treadle.kernels.cpu.library import kv_cache_struct
 from treadle.models.native import NativeModel
 from treadle.request import IntArray
 from treadle.runner.block_tiers import BlockTiers
@@ -24,7 +23,7 @@ class NativeKVStorage:
         int8: whether keys and values are int8 with a scale per token and head; else bfloat16.
 
     Attributes:
-        pool: uint8 [layers, num_blocks, bytes], of the device tier.
+        pool: uint8 [num_blocks, bytes], of the device tier.
         struct: what the kernels know of it.
         tiers: moves blocks.
     """
@@ -33,25 +32,25 @@ class NativeKVStorage:
         self, model: NativeModel, *, num_blocks: int, num_host_blocks: int = 0, block_size: int, int8: bool
     ) -> None:
         config = model.config
-        self.struct = kv_cache_struct(
-            num_blocks=num_blocks,
+        self.struct = model.library.kv_cache_struct(
+            num_layers=config.num_hidden_layers,
             block_size=block_size,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             int8=int8,
         )
-        num_bytes = model.library.kv_block_bytes(self.struct)
-        self.pool = _blocks(config.num_hidden_layers, num_blocks, num_bytes)
-        host = _blocks(config.num_hidden_layers, num_host_blocks, num_bytes)
+        num_bytes = self.struct.block_stride
+        self.pool = _blocks(num_blocks, num_bytes)
+        host = _blocks(num_host_blocks, num_bytes)
         self.struct.base = self.pool.data_ptr()
-        self.tiers = BlockTiers((self.pool, host))
+        self.tiers = BlockTiers((self.pool, host), block_dim=0)
 
 
-def _blocks(layers: int, num_blocks: int, num_bytes: int) -> torch.Tensor:
+def _blocks(num_blocks: int, num_bytes: int) -> torch.Tensor:
     if not num_blocks:
-        return torch.empty((layers, 0, num_bytes), dtype=torch.uint8)
-    size = layers * num_blocks * num_bytes
-    return torch.from_numpy(Arena(size).take(size)).view(layers, num_blocks, num_bytes)
+        return torch.empty((0, num_bytes), dtype=torch.uint8)
+    size = num_blocks * num_bytes
+    return torch.from_numpy(Arena(size).take(size)).view(num_blocks, num_bytes)
 
 
 class NativeBackend:

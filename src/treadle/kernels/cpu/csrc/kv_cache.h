@@ -1,6 +1,7 @@
 // The paged KV cache, and how a token's key and value come into it.
 //
-// A block holds, for each layer and KV head, cells of 16 tokens. A cell is laid out as attention reads it:
+// A block holds all layers side by side, so that a sequence touches little memory, and for each layer and KV head
+// cells of 16 tokens. A cell is laid out as attention reads it:
 //   keys    as the panel of a matrix product whose columns are the 16 tokens: int8 [D/4][16][4], bf16 [D/2][16][2]
 //   values  as one whose inputs are the tokens: int8 [4][D][4], bf16 [8][D][2]
 //   scales  int8 only: float [16] for keys, [16] for values, one per token and head
@@ -14,8 +15,8 @@ constexpr int CELL = 16;      // tokens of a cell
 constexpr int MAX_DIM = 256;  // of a head
 
 struct KVCache {
-  char* base;  // [layers][blocks][kv_heads][cells of a block] of cells
-  int64_t num_blocks;
+  char* base;  // [blocks][layers][kv_heads][cells of a block] of cells
+  int64_t layer_stride, block_stride;  // bytes
   int32_t block_size;  // tokens
   int32_t kv_heads;
   int32_t dim;  // padded head_dim
@@ -24,10 +25,10 @@ struct KVCache {
   int64_t keys_bytes() const { return int64_t(CELL) * dim * (is_int8 ? 1 : 2); }
   int64_t cell_bytes() const { return 2 * keys_bytes() + (is_int8 ? 2 * CELL * 4 : 0); }
   int64_t cells_per_block() const { return (block_size + CELL - 1) / CELL; }
-  int64_t block_bytes() const { return kv_heads * cells_per_block() * cell_bytes(); }
+  int64_t layer_bytes() const { return kv_heads * cells_per_block() * cell_bytes(); }  // one layer of a block
   // The cell that holds the token in slot `slot` of a block.
   char* cell(int layer, int64_t block, int head, int slot) const {
-    return base + (layer * num_blocks + block) * block_bytes() +
+    return base + block * block_stride + layer * layer_stride +
            (head * cells_per_block() + slot / CELL) * cell_bytes();
   }
   bf16* values(char* cell) const { return reinterpret_cast<bf16*>(cell + keys_bytes()); }

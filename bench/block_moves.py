@@ -1,0 +1,59 @@
+"""How fast KV blocks move between the two tiers, by how their memory is laid out and copied.
+
+    python bench/block_moves.py
+
+128 blocks of the embedded model (30 layers of 12 KiB each) from scattered places of one pool to the other, in turns:
+all layers of a block side by side, as in the native backend, or a pool for each layer; one block after the other, or
+gathered first. Figures are medians.
+"""
+
+import argparse
+import random
+import statistics
+import time
+
+import torch
+
+LAYERS, LAYER_BYTES = 30, 12288
+
+
+def one_by_one(source: torch.Tensor, target: torch.Tensor, dim: int, pairs: list[tuple[int, int]]) -> None:
+    for taken, given in pairs:
+        target.select(dim, given).copy_(source.select(dim, taken))
+
+
+def gathered(source: torch.Tensor, target: torch.Tensor, dim: int, pairs: list[tuple[int, int]]) -> None:
+    blocks = torch.tensor(pairs)
+    target.index_copy_(dim, blocks[:, 1], source.index_select(dim, blocks[:, 0]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--pool", type=int, default=2000, help="blocks of a pool")
+    parser.add_argument("--count", type=int, default=128, help="blocks to move")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    pairs = [(block, i) for i, block in enumerate(random.Random(0).sample(range(args.pool), args.count))]
+    pools = {
+        "blocks of all layers": (0, (args.pool, LAYERS * LAYER_BYTES)),
+        "a pool for each layer": (1, (LAYERS, args.pool, LAYER_BYTES)),
+    }
+    times: dict[tuple[str, str], list[float]] = {}
+    tensors = {
+        name: (dim, *(torch.full(shape, i, dtype=torch.uint8) for i in (1, 2)))
+        for name, (dim, shape) in pools.items()
+    }
+    for _ in range(args.rounds):
+        for name, (dim, source, target) in tensors.items():
+            for how in (one_by_one, gathered):
+                start = time.perf_counter()
+                how(source, target, dim, pairs)
+                times.setdefault((name, how.__name__), []).append(time.perf_counter() - start)
+    num_bytes = args.count * LAYERS * LAYER_BYTES
+    for (name, how), values in times.items():
+        took = statistics.median(values)
+        print(f"{name:22s} {how:11s} {took * 1e3:6.1f} ms  {num_bytes / took / 1e9:5.1f} GB/s")
+
+
+if __name__ == "__main__":
+    main()
