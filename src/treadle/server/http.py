@@ -35,6 +35,7 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:
             for listening in server.sockets:
                 listener = socket.fromfd(listening.fileno(), listening.family, listening.type)
+                listener.setblocking(False)
                 self._listeners.append(listener)
                 loop.add_reader(listener, self._accept_all, listener)
         address, port = self.servers[0].sockets[0].getsockname()[:2]
