@@ -56,7 +56,7 @@ def patcher():
         yield monkeypatch
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     policy=st.sampled_from(["chunked", "three-phase", "prefill-first", "phased"]),
     order=st.sampled_from(["fcfs", "priority", "shortest-first"]),

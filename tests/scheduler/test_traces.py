@@ -156,4 +156,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
-TestSchedulerMachine.settings = settings(max_examples=1500, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=900, stateful_step_count=30, deadline=None)
