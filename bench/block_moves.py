@@ -14,17 +14,17 @@ import time
 
 import torch
 
+from treadle.runner.block_tiers import copy_blocks
+
 LAYERS, LAYER_BYTES = 30, 12288
 
 
-def one_by_one(source: torch.Tensor, target: torch.Tensor, dim: int, pairs: list[tuple[int, int]]) -> None:
-    for taken, given in pairs:
-        target.select(dim, given).copy_(source.select(dim, taken))
-
-
-def gathered(source: torch.Tensor, target: torch.Tensor, dim: int, pairs: list[tuple[int, int]]) -> None:
+def gathered(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]], *, block_dim: int) -> None:
     blocks = torch.tensor(pairs)
-    target.index_copy_(dim, blocks[:, 1], source.index_select(dim, blocks[:, 0]))
+    target.index_copy_(block_dim, blocks[:, 1], source.index_select(block_dim, blocks[:, 0]))
+
+
+WAYS = {"one by one": copy_blocks, "gathered": gathered}
 
 
 def main() -> None:
@@ -45,10 +45,10 @@ def main() -> None:
     }
     for _ in range(args.rounds):
         for name, (dim, source, target) in tensors.items():
-            for how in (one_by_one, gathered):
+            for how, copy in WAYS.items():
                 start = time.perf_counter()
-                how(source, target, dim, pairs)
-                times.setdefault((name, how.__name__), []).append(time.perf_counter() - start)
+                copy(source, target, pairs, block_dim=dim)
+                times.setdefault((name, how), []).append(time.perf_counter() - start)
     num_bytes = args.count * LAYERS * LAYER_BYTES
     for (name, how), values in times.items():
         took = statistics.median(values)

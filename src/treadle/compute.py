@@ -8,6 +8,7 @@ import torch
 from treadle.engine_config import EngineConfig
 from treadle.errors import ConfigError
 from treadle.kernels.cpu import KernelBuildError, Library, best_build, load_library, missing_features
+from treadle.kernels.cpu.library import kv_cache_struct
 from treadle.models.config import ModelConfig
 from treadle.models.native import why_not_native
 
@@ -36,14 +37,14 @@ class Compute:
     def block_bytes(self, model: ModelConfig, block_size: int) -> int:
         """Bytes of a KV block of all layers."""
         if self.library is not None:
-            struct = self.library.kv_cache_struct(
+            struct = kv_cache_struct(
                 num_layers=model.num_hidden_layers,
                 block_size=block_size,
                 num_kv_heads=model.num_key_value_heads,
                 head_dim=model.head_dim,
                 int8=self.int8_kv,
             )
-            return int(struct.block_stride)
+            return self.library.kv_block_bytes(struct)
         return block_size * model.kv_bytes_per_token(self.dtype.itemsize)
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """What a caller sends (Request) and the streams of tokens that it holds (Sequence). No torch, no scheduling.
 
-A Sequence is a view on its storage. While it waits, its tokens and counters are small arrays of its own;
+A Sequence is a view on its storage. While it waits, its tokens, counters and time are small arrays of its own;
 while it runs they are one row of the batch's arrays (`bind`), where the runner reads them and a step
 updates all rows at once.
 """
@@ -18,6 +18,7 @@ from treadle.outputs import RequestMetrics
 from treadle.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
+TimeArray = npt.NDArray[np.float64]
 
 Rank = tuple[int, float, int]
 """A request's place in every queue; smaller goes first: (0 if aged else 1, key of the order, arrival number).
@@ -66,8 +67,6 @@ class Sequence:
         finish_reason: why it ended, None before.
         stop_reason: the stop string or id that ended it.
         cumulative_logprob: sum of its tokens' log-probabilities; beam search only.
-        last_token_time: when it had got its latest token as it last left its row (while it runs, the batch's array
-            tells), in seconds on the engine's clock; NaN before the first.
         shares: (sequence, number of tokens) whose KV this one shares and has to wait for, while a group is
             computed again; None when there is nothing to wait for.
         matcher: how far it has got in the request's grammar; the runner makes it when it needs it, from the tokens.
@@ -75,11 +74,11 @@ class Sequence:
 
     __slots__ = (
         "_counters",
+        "_last_token_time",
         "_token_ids",
         "cumulative_logprob",
         "finish_reason",
         "index",
-        "last_token_time",
         "matcher",
         "request",
         "row",
@@ -94,10 +93,10 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
-        self.last_token_time = math.nan
         self.shares: tuple[Sequence, int] | None = None
         self.matcher: Any = None
         self._token_ids = token_ids
+        self._last_token_time: TimeArray = np.array([math.nan])
         self._counters: IntArray = np.array([len(token_ids), num_computed_tokens], dtype=np.int32)
 
     @property
@@ -109,6 +108,15 @@ class Sequence:
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is written, always the first ones."""
         return int(self._counters[NUM_COMPUTED])
+
+    @property
+    def last_token_time(self) -> float:
+        """When it got its latest token, in seconds on the engine's clock; NaN before the first."""
+        return float(self._last_token_time[0])
+
+    @last_token_time.setter
+    def last_token_time(self, time: float) -> None:
+        self._last_token_time[0] = time
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -146,22 +154,25 @@ class Sequence:
         """Whether it has ended."""
         return self.finish_reason is not None
 
-    def bind(self, row: int, token_ids: IntArray, counters: IntArray) -> None:
-        """Move into `row` of a batch: copy tokens and counters there and live in those arrays.
+    def bind(self, row: int, token_ids: IntArray, counters: IntArray, last_token_time: TimeArray) -> None:
+        """Move into `row` of a batch: copy tokens, counters and time there and live in those arrays.
 
         Args:
             row: the row's number.
             token_ids: the row's tokens, int32 [max_model_len].
             counters: the row's counters, int32 [NUM_COUNTERS].
+            last_token_time: the row's, float64 [1].
         """
         token_ids[: self.num_tokens] = self.token_ids
         counters[:] = self._counters
-        self._token_ids, self._counters, self.row = token_ids, counters, row
+        last_token_time[:] = self._last_token_time
+        self._token_ids, self._counters, self._last_token_time, self.row = token_ids, counters, last_token_time, row
 
     def unbind(self) -> None:
-        """Leave the batch: take copies of tokens and counters along."""
+        """Leave the batch: take copies of tokens, counters and time along."""
         self._token_ids = self.token_ids.copy()
         self._counters = self._counters.copy()
+        self._last_token_time = self._last_token_time.copy()
         self.row = None
 
     def set_num_computed_tokens(self, count: int) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from native import RUNNABLE, native_library
 from treadle.kernels import reference
 from treadle.kernels.cpu.arena import round_up
-from treadle.kernels.cpu.library import CELL, GROUP, PANEL, WeightsStruct, pointer
+from treadle.kernels.cpu.library import CELL, GROUP, PANEL, WeightsStruct, kv_cache_struct, pointer
 
 FAST = settings(max_examples=40, deadline=None)
 
@@ -198,9 +198,9 @@ class Cache:
     def __init__(self, library, rng, *, block_size, kv_heads, head_dim, tokens, int8):
         num_blocks = -(-tokens // block_size) + 2
         shape = {"num_layers": 1, "block_size": block_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
-        self.struct = library.kv_cache_struct(**shape, int8=int8)
+        self.struct = kv_cache_struct(**shape, int8=int8)
         # A guard behind it shows writes past the end.
-        size = self.struct.block_stride * num_blocks
+        size = library.kv_block_bytes(self.struct) * num_blocks
         self.pool = np.full(size + 4096, 0xFF, dtype=np.uint8)
         self.pool[size:] = 7
         self.size = size
@@ -298,4 +298,4 @@ def test_attention_sinks_keep_the_rest(library):
 
 def test_a_cell_is_padded_to_what_the_vectors_read(library):
     cache = Cache(library, rng_of(0), block_size=16, kv_heads=1, head_dim=24, tokens=16, int8=False)
-    assert cache.struct.block_stride == 2 * CELL * 32 * 2
+    assert library.kv_block_bytes(cache.struct) == 2 * CELL * 32 * 2

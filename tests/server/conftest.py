@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -47,8 +48,7 @@ class RunningServer:
         return self.built.engine.scheduler
 
     def stop(self):
-        self.app.state.service.is_stopping = True  # as `treadle serve` does on a signal
-        self.server.should_exit = True
+        self.server.handle_exit(signal.SIGTERM, None)
         self._thread.join(timeout=20)
         assert not self._thread.is_alive()
 

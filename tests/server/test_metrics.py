@@ -11,8 +11,8 @@ from treadle.server.metrics import Metrics
 class Account:
     """Looks at all sequences after every step, and notes when each has grown."""
 
-    def __init__(self, engine):
-        self.engine, self.last, self.gaps, self.first = engine, {}, [], []
+    def __init__(self, requests):
+        self.requests, self.last, self.gaps, self.first = requests, {}, [], []
 
     def look(self, now):
         for request in self.requests:
@@ -31,10 +31,9 @@ def test_latencies_are_from_token_to_token(policy, num_host_blocks):
     engine = ToyEngine(num_blocks=12, num_host_blocks=num_host_blocks, policy=policy, max_model_len=40)
     metrics = Metrics(engine.scheduler, "toy")
     engine.observers.append(metrics)
-    account = Account(engine)
-    account.requests = [
-        engine.add(str(i), [10 * i + j for j in range(6)], max_tokens=20, n=1 + (i == 1)) for i in range(4)
-    ]
+    account = Account(
+        [engine.add(str(i), [10 * i + j for j in range(6)], max_tokens=20, n=1 + (i == 1)) for i in range(4)]
+    )
     for i in range(400):
         if not engine.scheduler.num_unfinished_requests:
             break

@@ -1,5 +1,7 @@
 """Moving KV blocks: between the device and the host tier, and within the device tier."""
 
+from collections.abc import Iterable
+
 import torch
 
 from treadle.scheduler import StepPlan
@@ -20,14 +22,20 @@ class BlockTiers:
     def move(self, plan: StepPlan) -> None:
         """Do a step's swaps and copies: out, in, then copies."""
         for device, host in self._pairs:
-            self._copy(device, host, plan.blocks_to_swap_out)
-            self._copy(host, device, plan.blocks_to_swap_in)
-            self._copy(device, device, plan.blocks_to_copy)
+            copy_blocks(device, host, plan.blocks_to_swap_out, block_dim=self._block_dim)
+            copy_blocks(host, device, plan.blocks_to_swap_in, block_dim=self._block_dim)
+            copy_blocks(device, device, plan.blocks_to_copy, block_dim=self._block_dim)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Copy blocks of all layers, one after the other; pairs of (source block, target block).
 
-        Gathering them first would be slower by far: it passes through fresh memory.
-        """
-        for taken, given in pairs:
-            target.select(self._block_dim, given).copy_(source.select(self._block_dim, taken))
+def copy_blocks(
+    source: torch.Tensor, target: torch.Tensor, pairs: Iterable[tuple[int, int]], *, block_dim: int
+) -> None:
+    """Copy blocks, one after the other. Gathering them first would be slower by far: it passes through fresh memory.
+
+    Args:
+        source, target: of one shape but for the number of blocks.
+        pairs: (source block, target block).
+        block_dim: of their dimensions, the one that counts blocks.
+    """
+    for taken, given in pairs:
+        target.select(block_dim, given).copy_(source.select(block_dim, taken))

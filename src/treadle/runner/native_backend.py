@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from treadle.kernels.cpu.arena import Arena
+from treadle.kernels.cpu.library import kv_cache_struct
 from treadle.models.native import NativeModel
 from treadle.request import IntArray
 from treadle.runner.block_tiers import BlockTiers
@@ -32,14 +33,14 @@ class NativeKVStorage:
         self, model: NativeModel, *, num_blocks: int, num_host_blocks: int = 0, block_size: int, int8: bool
     ) -> None:
         config = model.config
-        self.struct = model.library.kv_cache_struct(
+        self.struct = kv_cache_struct(
             num_layers=config.num_hidden_layers,
             block_size=block_size,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             int8=int8,
         )
-        num_bytes = self.struct.block_stride
+        num_bytes = model.library.kv_block_bytes(self.struct)
         self.pool = _blocks(num_blocks, num_bytes)
         host = _blocks(num_host_blocks, num_bytes)
         self.struct.base = self.pool.data_ptr()

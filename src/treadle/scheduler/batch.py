@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 import numpy.typing as npt
 
-from treadle.request import NUM_COMPUTED, NUM_COUNTERS, NUM_TOKENS, IntArray, Rank, Request, Sequence
+from treadle.request import NUM_COMPUTED, NUM_COUNTERS, NUM_TOKENS, IntArray, Rank, Request, Sequence, TimeArray
 from treadle.sampling_params import SamplingParams
 
 STOP_IDS_PER_ROW = 8
@@ -20,7 +20,6 @@ NO_TOKEN = -1
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
-TimeArray = npt.NDArray[np.float64]
 
 
 class SamplingRows:
@@ -215,10 +214,9 @@ class RunningBatch:
         row = self._free_rows.pop()
         request = seq.request
         params = request.sampling_params
-        seq.bind(row, self.token_ids[row], self._counters[row])
+        seq.bind(row, self.token_ids[row], self._counters[row], self.last_token_times[row : row + 1])
         self.num_prompt_tokens[row] = seq.num_prompt_tokens
         self.token_limits[row] = token_limit
-        self.last_token_times[row] = seq.last_token_time
         self.is_beam[row] = params.use_beam_search
         self._num_beams += params.use_beam_search
         self.adapter_ids[row] = 0 if request.lora is None else request.lora.lora_int_id
@@ -250,7 +248,6 @@ class RunningBatch:
         self._num_beams -= bool(self.is_beam[row])
         self._many_stop_ids.pop(row, None)
         self.sequences[row] = None
-        seq.last_token_time = float(self.last_token_times[row])
         seq.unbind()
         self._free_rows.append(row)
 

@@ -23,8 +23,7 @@ def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequenc
     search = _search(state, request)
     beams = [seq for seq, _ in answers]
     for beam in beams:
-        assert beam.row is not None
-        state.batch.last_token_times[beam.row] = now
+        beam.last_token_time = now
     going_on, ending = select(
         [seq.cumulative_logprob for seq in beams],
         [answer.candidates for _, answer in answers],
@@ -76,7 +75,7 @@ def _replace(
     sequences = list(beams)
     while len(sequences) < len(continuations):
         beam = Sequence(request, len(sequences), beams[0].token_ids.copy(), beams[0].num_computed_tokens)
-        beam.last_token_time = float(state.batch.last_token_times[beams[0].row])
+        beam.last_token_time = beams[0].last_token_time
         state.batch.add(beam, token_limit(state, request))
         state.kv.fork(beams[0], beam)
         sequences.append(beam)

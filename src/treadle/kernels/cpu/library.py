@@ -62,13 +62,7 @@ ModelStruct = _structure(
     ],
 )
 KVCacheStruct = _structure(
-    "KVCache",
-    [
-        ("base", c_void_p),
-        ("layer_stride", c_int64),
-        ("block_stride", c_int64),
-        *_ints("block_size", "kv_heads", "dim", "is_int8"),
-    ],
+    "KVCache", [("base", c_void_p), ("layers", c_int64), *_ints("block_size", "kv_heads", "dim", "is_int8")]
 )
 StepStruct = _structure(
     "Step",
@@ -125,7 +119,7 @@ class Library:
         self.build = build
         self.dll = ctypes.CDLL(path)
         self.dll.treadle_create.restype = c_void_p
-        self.dll.treadle_kv_layer_bytes.restype = c_int64
+        self.dll.treadle_block_bytes.restype = c_int64
 
     def weight_bytes(self, rows: int, columns: int, *, int8: bool) -> int:
         """Bytes of a packed matrix [rows, columns], scales and alignment included."""
@@ -142,14 +136,9 @@ class Library:
                 c_void_p(pointer(weight)), rows, columns, c_void_p(pointer(data)), c_void_p(pointer(scales))
             )
 
-    def kv_cache_struct(
-        self, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, int8: bool
-    ) -> Structure:
-        """The KV cache's shape. A block takes `block_stride` bytes; `base` is the caller's to set."""
-        kv = KVCacheStruct(None, 0, 0, block_size, num_kv_heads, round_up(head_dim, CELL), int8)
-        kv.layer_stride = self.dll.treadle_kv_layer_bytes(byref(kv))
-        kv.block_stride = num_layers * kv.layer_stride
-        return kv
+    def kv_block_bytes(self, kv: Structure) -> int:
+        """Bytes of one KV block, all layers."""
+        return int(self.dll.treadle_block_bytes(byref(kv)))
 
 
 @cache
@@ -159,3 +148,10 @@ def load_library(build: str, extra_flags: tuple[str, ...] = ()) -> Library:
     import torch  # noqa: F401
 
     return Library(str(library_path(build, extra_flags)), build)
+
+
+def kv_cache_struct(
+    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, int8: bool, base: int | None = None
+) -> Structure:
+    """The KV cache's shape, and where it lies."""
+    return KVCacheStruct(base, num_layers, block_size, num_kv_heads, round_up(head_dim, CELL), int8)

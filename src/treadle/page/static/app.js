@@ -4,7 +4,7 @@ import { BlockView } from "./blocks.js";
 import { Charts } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Queues } from "./queues.js";
-import { Run, shortName } from "./run.js";
+import { Run, middle, shortName } from "./run.js";
 import { call, followServer, loadRecording, recording } from "./source.js";
 import { Timeline } from "./timeline.js";
 
@@ -117,7 +117,6 @@ function draw() {
 
 function drawFigures(step) {
   const recent = run.steps.slice(Math.max(0, cursor - 99), cursor + 1);
-  const middle = (values) => values.sort((a, b) => a - b)[Math.floor(values.length / 2)];
   const ms = (seconds) => (seconds === undefined ? "–" : seconds < 10 ? `${(seconds * 1000).toFixed(seconds < 0.1 ? 1 : 0)} ms` : `${seconds.toFixed(1)} s`);
   const seconds = recent.at(-1).time + recent.at(-1).duration - recent[0].time;
   const total = recent.reduce((sum, s) => sum + s.tokens, 0);

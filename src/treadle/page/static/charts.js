@@ -69,12 +69,12 @@ export class Charts {
     this.cursor = cursor;
     const steps = run.steps.slice(Math.max(0, cursor + 1 - SHOWN), cursor + 1);
     const x = steps.map((step) => step.number);
-    const ms = (seconds) => Math.round(seconds * 1e4) / 10;
+    const ms = (seconds) => (seconds === null ? null : Math.round(seconds * 1e4) / 10);
     this.plots[0].setData([x, steps.map((s) => s.tokens), steps.map((s) => s.tokens - s.prefillTokens)]);
     this.plots[1].setData([
       x,
-      steps.map((s) => (s.itl === null ? null : ms(s.longestItl))),
-      steps.map((s) => (s.itl === null ? null : ms(s.itl))),
+      steps.map((s) => ms(s.longestItl)),
+      steps.map((s) => ms(s.itl)),
       steps.map((s) => (s.ttfts.length ? ms(Math.max(...s.ttfts)) : null)),
     ]);
     this.plots[2].setData([

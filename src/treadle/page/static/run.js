@@ -184,9 +184,8 @@ export class Run {
       cells.set([request.number, kind, done, wanted], i * FIELDS);
     });
     if (waits.length) {
-      waits.sort((a, b) => a - b);
-      step.itl = waits[waits.length >> 1];
-      step.longestItl = waits.at(-1);
+      step.itl = middle(waits);
+      step.longestItl = Math.max(...waits);
     }
     return cells;
   }
@@ -424,6 +423,11 @@ export class BlockMap {
   static isShared(holder) {
     return holder >= SHARED;
   }
+}
+
+// The median, undefined of nothing; sorts the values.
+export function middle(values) {
+  return values.sort((a, b) => a - b)[values.length >> 1];
 }
 
 export function shortName(id) {

@@ -222,10 +222,10 @@ inline void soften(AttentionScratch& s, int row, int visible, const float* value
 class CellWalk {
  public:
   CellWalk(const KVCache& kv, int layer, int head, const int32_t* table)
-      : base_(kv.cell(layer, 0, head, 0)), block_stride_(kv.block_stride), cell_bytes_(kv.cell_bytes()),
+      : base_(kv.cell(layer, 0, head, 0)), block_bytes_(kv.block_bytes()), cell_bytes_(kv.cell_bytes()),
         cells_(int(kv.cells_per_block())), table_(table) {}
   char* next() {
-    char* cell = base_ + *table_ * block_stride_ + at_ * cell_bytes_;
+    char* cell = base_ + *table_ * block_bytes_ + at_ * cell_bytes_;
     if (++at_ == cells_) {
       at_ = 0;
       ++table_;
@@ -235,7 +235,7 @@ class CellWalk {
 
  private:
   char* base_;
-  int64_t block_stride_, cell_bytes_;
+  int64_t block_bytes_, cell_bytes_;
   int cells_, at_ = 0;
   const int32_t* table_;
 };

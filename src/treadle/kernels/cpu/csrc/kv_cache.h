@@ -16,7 +16,7 @@ constexpr int MAX_DIM = 256;  // of a head
 
 struct KVCache {
   char* base;  // [blocks][layers][kv_heads][cells of a block] of cells
-  int64_t layer_stride, block_stride;  // bytes
+  int64_t layers;
   int32_t block_size;  // tokens
   int32_t kv_heads;
   int32_t dim;  // padded head_dim
@@ -26,9 +26,10 @@ struct KVCache {
   int64_t cell_bytes() const { return 2 * keys_bytes() + (is_int8 ? 2 * CELL * 4 : 0); }
   int64_t cells_per_block() const { return (block_size + CELL - 1) / CELL; }
   int64_t layer_bytes() const { return kv_heads * cells_per_block() * cell_bytes(); }  // one layer of a block
+  int64_t block_bytes() const { return layers * layer_bytes(); }
   // The cell that holds the token in slot `slot` of a block.
   char* cell(int layer, int64_t block, int head, int slot) const {
-    return base + block * block_stride + layer * layer_stride +
+    return base + block * block_bytes() + layer * layer_bytes() +
            (head * cells_per_block() + slot / CELL) * cell_bytes();
   }
   bf16* values(char* cell) const { return reinterpret_cast<bf16*>(cell + keys_bytes()); }

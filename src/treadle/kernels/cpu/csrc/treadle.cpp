@@ -52,7 +52,7 @@ void treadle_logits(void* engine, const int32_t* tokens, int32_t count, const in
   static_cast<Engine*>(engine)->logits(tokens, count, place, out, best_ids, threads);
 }
 
-int64_t treadle_kv_layer_bytes(const KVCache* kv) { return kv->layer_bytes(); }
+int64_t treadle_block_bytes(const KVCache* kv) { return kv->block_bytes(); }
 
 // Sampling
 
