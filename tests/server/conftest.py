@@ -20,6 +20,8 @@ from treadle.server.app import create_app
 from treadle.server.http import HttpServer
 
 MODEL = "tiny"
+PATIENCE_S = 120
+"""How long a test waits for what must happen. No test measures with it: a busy machine may take most of it."""
 
 
 class RunningServer:
@@ -38,7 +40,7 @@ class RunningServer:
         self.server = HttpServer(self.app, log_level="warning")
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listener])))
         self._thread.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while not self.server.started:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -49,15 +51,15 @@ class RunningServer:
 
     def stop(self):
         self.server.handle_exit(signal.SIGTERM, None)
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=PATIENCE_S)
         assert not self._thread.is_alive()
 
     def post(self, path, body, **options):
-        return httpx2.post(self.url + path, json=body, timeout=60, **options)
+        return httpx2.post(self.url + path, json=body, timeout=PATIENCE_S, **options)
 
-    def wait_until_idle(self, timeout=20.0):
+    def wait_until_idle(self):
         """Until no request is left; then no block may be held."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE_S
         while self.scheduler.num_unfinished_requests or self.built.engine.has_unfinished_requests:
             assert time.monotonic() < deadline, "requests are left"
             time.sleep(0.02)

@@ -318,7 +318,7 @@ def test_the_answer_is_the_engines(server, client, embedded_model):
 
 def test_raw_events(server):
     body = {"messages": QUESTION, "stream": True, "max_tokens": 4, "temperature": 0}
-    with httpx2.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=60) as answer:
+    with httpx2.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=300) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
@@ -331,8 +331,8 @@ def test_the_scheduler_can_be_watched(server):
     body = {"prompt": "Tell me", "max_tokens": 30, "ignore_eos": True, "stream": True, "request_id": "watched"}
     records, states = [], []
     with (
-        httpx2.stream("GET", server.url + "/scheduler/steps", timeout=60) as steps,
-        httpx2.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer,
+        httpx2.stream("GET", server.url + "/scheduler/steps", timeout=300) as steps,
+        httpx2.stream("POST", server.url + "/v1/completions", json=body, timeout=300) as answer,
     ):
         for i, _ in enumerate(answer.iter_lines()):
             if i == 4:

@@ -44,6 +44,6 @@ def test_the_document_is_kept(document):
         )  # fmt: skip
         @given(st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in modes)))
         def check(case):
-            case.call_and_validate(timeout=60, excluded_checks=excluded)
+            case.call_and_validate(timeout=300, excluded_checks=excluded)
 
         check()

@@ -11,11 +11,12 @@ from playwright.sync_api import expect, sync_playwright
 
 from engine.test_block_map import apply
 from engine.test_recording import record_run
-from server.conftest import running
+from server.conftest import PATIENCE_S, running
 from treadle.cli.main import main
 from treadle.engine.recording import Recording
 
 pytestmark = pytest.mark.slow
+expect.set_options(timeout=PATIENCE_S * 1000)
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -84,12 +85,12 @@ def test_queues_move_and_a_preemption_is_explained(small_server, open_page):
     expect(count["running"]).not_to_have_text("0")
     expect(count["waiting"]).not_to_have_text("0")
     preempted = page.locator("#events li.k-preempted").first
-    expect(preempted).to_contain_text("is preempted: it gives up its blocks", timeout=30_000)
+    expect(preempted).to_contain_text("is preempted: it gives up its blocks")
     answer = page.locator("#chat-log .assistant")
-    expect(answer).not_to_be_empty(timeout=30_000)
+    expect(answer).not_to_be_empty()
     # All of them come through, and the queues are empty again.
-    expect(count["waiting"]).to_have_text("0", timeout=60_000)
-    small_server.wait_until_idle(timeout=60)
+    expect(count["waiting"]).to_have_text("0")
+    small_server.wait_until_idle()
     # Back to the step in which it happened: who, and for whom.
     preempted.get_by_role("button").click()
     expect(page.get_by_role("button", name="▶ Live")).to_be_visible()
@@ -216,7 +217,7 @@ def test_a_recording_opens_without_a_server(open_page, tmp_path, capsys):
     page.locator("#slider").fill("0")
     page.select_option("#speed", "20")
     page.get_by_role("button", name="Play").click()
-    expect(page.locator("#where")).to_contain_text(f"step {len(recording.records)} (", timeout=20_000)
+    expect(page.locator("#where")).to_contain_text(f"step {len(recording.records)} (")
 
 
 def test_the_pages_view_of_a_run_is_the_recordings(small_server, open_page, tmp_path):
