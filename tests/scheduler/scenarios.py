@@ -1,0 +1,99 @@
+"""A dozen seeded runs on the toy runner that cover what the scheduler does, and a line of text for each step's plan.
+
+The lines are kept in `recorded/`: whoever changes the scheduler sees which plans change, and how.
+"""
+
+import random
+import zlib
+
+from toy import ToyEngine
+from treadle.lora import LoRARequest
+
+SMALL = {"num_blocks": 20, "block_size": 4, "max_model_len": 60, "admission_headroom": 0}
+
+SCENARIOS = {
+    "chunked": {**SMALL},
+    "chunked-headroom": {**SMALL, "admission_headroom": 1, "max_num_batched_tokens": 40},
+    "three-phase": {**SMALL, "policy": "three-phase"},
+    "prefill-first": {**SMALL, "policy": "prefill-first", "max_consecutive_prefills": 3},
+    "phased": {**SMALL, "policy": "phased", "max_consecutive_prefills": 3},
+    "swap": {**SMALL, "num_host_blocks": 40, "preemption_mode": "swap", "groups": 0.3},
+    "groups-again": {**SMALL, "preemption_mode": "recompute", "groups": 0.4},
+    "beams": {**SMALL, "num_host_blocks": 30, "beams": 0.4},
+    "priority": {**SMALL, "num_host_blocks": 30, "order": "priority", "groups": 0.2},
+    "shortest-first": {**SMALL, "order": "shortest-first", "age_limit_s": 20.0},
+    "fair": {**SMALL, "order": "fair"},
+    "deadline": {**SMALL, "order": "deadline"},
+    "adapters": {**SMALL, "max_loras": 1, "adapters": 0.6, "age_limit_s": 15.0},
+    "shared-beginnings": {**SMALL, "num_blocks": 40, "beginnings": 0.8, "aborts": 0.2},
+    "no-cache": {**SMALL, "enable_prefix_caching": False, "block_size": 5, "groups": 0.2},
+}
+
+
+def run(name):
+    """The scenario's plans, a line each."""
+    options = dict(SCENARIOS[name])
+    groups, beams = options.pop("groups", 0.0), options.pop("beams", 0.0)
+    adapters, beginnings = options.pop("adapters", 0.0), options.pop("beginnings", 0.2)
+    aborts = options.pop("aborts", 0.0)
+    rng = random.Random(name)
+    engine = ToyEngine(**options)
+    lines = []
+
+    def step():
+        if engine.scheduler.num_unfinished_requests:
+            engine.step(before_update=lambda plan: lines.append(line_of(engine.scheduler, plan)))
+
+    beginning = [rng.randrange(50) for _ in range(12)]
+    for i in range(28):
+        prompt = [rng.randrange(50) for _ in range(rng.randrange(1, 30))]
+        if rng.random() < beginnings:
+            prompt = beginning[: rng.choice([8, 12])] + prompt[:18]
+        is_search = rng.random() < beams
+        is_group = rng.random() < groups
+        adapter = rng.randrange(1, 4) if rng.random() < adapters else 0
+        engine.add(
+            f"r{i}", prompt, rng.randrange(1, 25), stop_ids=rng.choice([(), (), (0, 1)]),
+            n=rng.randrange(2, 4) if is_search or is_group else 1,
+            params={"use_beam_search": True} if is_search else {},
+            priority=rng.randrange(3), tenant=rng.choice("xxy"), deadline=rng.choice([i + 9.0, i + 40.0]),
+            lora=LoRARequest(f"a{adapter}", adapter) if adapter else None,
+        )  # fmt: skip
+        for _ in range(rng.randrange(4)):
+            step()
+        if rng.random() < aborts:
+            engine.scheduler.abort(f"r{rng.randrange(i + 1)}")
+            engine.collect()
+    while engine.scheduler.num_unfinished_requests:
+        step()
+    return lines
+
+
+def line_of(scheduler, plan):
+    """A plan in one line: who computes what from where, who lost its blocks and why, who waits, which blocks move.
+
+    `r3:10+4=1` computes 4 tokens from position 10 and samples one; `r3/2:17` decodes sequence 2 at position 17; `~6`
+    asks for candidates. The last number stands for the block tables of all that run.
+    """
+    batch = plan.batch
+    ran = []
+    for s in plan.sequences:
+        wanted = f"~{s.num_candidates}" if s.num_candidates else f"={s.num_samples}" if s.num_samples else ""
+        ran.append(f"{_name(batch.sequences[s.row])}:{s.start}+{s.count}{wanted}")
+    ran += [f"{_name(batch.sequences[row])}:{batch.num_computed_tokens[row]}" for row in plan.decode_rows.tolist()]
+    parts = [" ".join(ran)]
+    parts += [f"{p.request_id} falls for {p.for_request_id} by {p.mode.value}" for p in plan.preempted]
+    parts += [f"{name} comes back" for name in plan.swapped_in]
+    parts += [f"{name} is given up" for name in plan.ignored]
+    parts += [f"{r.request_id} waits: {r.reason.name.lower()}" for r in plan.refusals]
+    for word, pairs in (
+        ("out", plan.blocks_to_swap_out), ("in", plan.blocks_to_swap_in), ("copy", plan.blocks_to_copy)
+    ):  # fmt: skip
+        if len(pairs):
+            parts.append(f"{word} " + " ".join(f"{source}>{target}" for source, target in pairs))
+    tables = [(_name(seq), scheduler.kv.block_table(seq)) for seq in batch.running_sequences()]
+    return " | ".join([*parts, f"{zlib.crc32(repr(tables).encode()):08x}"])
+
+
+def _name(seq):
+    return f"{seq.request.request_id}/{seq.index}" if seq.index else seq.request.request_id
