@@ -17,28 +17,36 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import tokenizers
 
+from treadle.clock import SystemClock
 from treadle.config import CacheConfig, SchedulerConfig
+from treadle.engine import Engine
 from treadle.request import Request
 from treadle.sampling_params import SamplingParams
 from treadle.scheduler import Scheduler, SequenceResult, StepPlan, StepResult
+from treadle.text.output_processor import OutputProcessor
+from treadle.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
 
 
 class Steps(Protocol):
-    def step(self) -> None: ...
+    def step(self) -> object: ...
 
 
 class TreadleSteps:
     """Treadle's scheduler with a runner that returns made-up tokens at once."""
 
-    def __init__(self, num_seqs: int, max_model_len: int, max_num_batched_tokens: int, num_blocks: int) -> None:
+    def __init__(
+        self, num_seqs: int, max_model_len: int, max_num_batched_tokens: int, num_blocks: int, headroom: int = 1
+    ) -> None:
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=max_model_len,
                 max_num_seqs=num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                admission_headroom=headroom,
             ),
             CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
         )
@@ -52,13 +60,14 @@ class TreadleSteps:
         self.num_added += 1
         self.scheduler.add(request)
 
-    def step(self) -> None:
+    def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
         before = time.perf_counter()
         result = made_up(plan)
         self.runner_s += time.perf_counter() - before
         self.scheduler.update(plan, result)
         self.scheduler.take_finished()
+        return plan
 
 
 def made_up(plan: StepPlan) -> StepResult:
@@ -142,6 +151,74 @@ def bench_mixed(count: int) -> None:
           f"at the end {running} run and {waiting} wait")  # fmt: skip
 
 
+def bench_pressed(sizes: list[int]) -> None:
+    print("\npool of 0.7 of what all need in the end, prompts of 128 to 143, 256 new tokens: µs per step")
+    print(f"{'sequences':>10} {'calm':>8} {'preempting':>11} {'mean':>8} {'max':>8} {'steps':>6} {'ratio':>6}")
+    for size in sizes:
+        steps = TreadleSteps(size, 16 + 128 + 256, max(8192, size), int(0.7 * size * 25))
+        for i in range(size):
+            steps.add(128 + i % BLOCK_SIZE, 256)
+        gc.collect()
+        gc.freeze()
+        calm, pressed = [], []
+        while steps.scheduler.num_unfinished_requests:
+            runner_before, before = steps.runner_s, time.perf_counter()
+            plan = steps.step()
+            elapsed = (time.perf_counter() - before - (steps.runner_s - runner_before)) * 1e6
+            if plan.preempted:
+                pressed.append(elapsed)
+            elif len(plan.decode_rows) == size:
+                calm.append(elapsed)
+        gc.unfreeze()
+        print(f"{size:>10} {statistics.median(calm):>8.1f} {statistics.median(pressed):>11.1f} "
+              f"{statistics.mean(pressed):>8.1f} {max(pressed):>8.1f} {len(pressed):>6} "
+              f"{statistics.median(pressed) / statistics.median(calm):>6.1f}", flush=True)  # fmt: skip
+
+
+def bench_edge(sizes: list[int]) -> None:
+    print("\nall rows at a block edge at once, blocks for half of them, no headroom: µs for that step")
+    print(f"{'sequences':>10} {'step':>8} {'preempted':>10}")
+    for size in sizes:
+        times, num_preempted = [], 0
+        for _ in range(3):
+            steps = TreadleSteps(size, 256, max(8192, 128 * size), size * 8 + size // 2, headroom=0)
+            for _ in range(size):
+                steps.add(127, 16)
+            steps.step()  # prompts
+            steps.step()  # token 128 fills the eighth block
+            before = time.perf_counter()
+            plan = steps.scheduler.schedule()
+            times.append((time.perf_counter() - before) * 1e6)
+            num_preempted = len(plan.preempted)
+        print(f"{size:>10} {min(times):>8.1f} {num_preempted:>10}", flush=True)
+
+
+def bench_waiting_streams(counts: list[int]) -> None:
+    print("\n64 streams decode and others wait for a seat: µs per Engine.step, without the runner")
+    print(f"{'waiting':>10} {'median':>8}")
+    for count in counts:
+        vocabulary = tokenizers.models.WordLevel({str(i): i for i in range(100)}, unk_token="0")
+        steps = TreadleSteps(64, 1024, 8192, 64 * 70)
+        engine = Engine(steps.scheduler, MadeUpRunner(), OutputProcessor(Tokenizer(tokenizers.Tokenizer(vocabulary))),
+                        SystemClock())  # fmt: skip
+        params = SamplingParams(max_tokens=800, detokenize=False, ignore_eos=True)
+        for i in range(64 + count):
+            engine.add_request(Request(str(i), [5] * 16, params), stream=True)
+        times = []
+        for _ in range(150):
+            before = time.perf_counter()
+            engine.step()
+            times.append((time.perf_counter() - before) * 1e6)
+        print(f"{count:>10} {statistics.median(times[20:]):>8.1f}", flush=True)
+
+
+class MadeUpRunner:
+    supports_lora = False
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return made_up(plan)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
@@ -155,6 +232,9 @@ def main() -> None:
     bench_steady(args.sizes, args.steps, peer)
     bench_prefill(args.steps)
     bench_mixed(args.steps)
+    bench_pressed([64, 256, 1024])
+    bench_edge([128, 512, 1024])
+    bench_waiting_streams([0, 1000, 10_000])
 
 
 if __name__ == "__main__":
