@@ -2,6 +2,7 @@
 
 import gc
 import os
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -42,26 +43,57 @@ def embedded_weights(embedded_model):
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A model of three layers with random weights: its files, its weights in float32, and transformers' own of it."""
+    import torch
+
+    from support.tiny import make_model
+    from treadle.models.llama import LlamaModel
+    from treadle.models.registry import load_path
+
+    folder = tmp_path_factory.mktemp("tiny")
+    oracle = make_model("tiny", folder)
+    loaded = load_path(folder)
+    weights = LlamaModel(
+        loaded.config, loaded.weights, dtype=torch.float32, device=torch.device("cpu"), max_model_len=4096
+    )
+    return Tiny(loaded, weights, oracle)
+
+
+class Tiny(NamedTuple):
+    loaded: Any
+    weights: Any
+    oracle: Any
+
+
+@pytest.fixture(scope="session")
 def llm():
-    """The offline API on the embedded model in float32, checking itself at every step."""
+    """The offline API on the embedded model, checking itself at every step."""
     from treadle import LLM
 
-    return LLM(dtype="float32", max_model_len=2048, num_kv_blocks=600, max_num_seqs=32, check_invariants=True)
+    return LLM(max_model_len=2048, num_kv_blocks=600, max_num_seqs=32, check_invariants=True)
 
 
 @pytest.fixture(scope="session")
 def oracle(embedded_path):
-    """transformers' own model and tokenizer of the same file, float32."""
+    """transformers' own model of the embedded file, float32."""
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         embedded_path.parent, gguf_file=embedded_path.name, dtype=torch.float32
     ).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(embedded_path.parent, gguf_file=embedded_path.name)
-    return model, tokenizer
+
+
+@pytest.fixture(scope="session")
+def oracle_tokenizer(embedded_path):
+    """transformers' own tokenizer of the embedded file."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers.AutoTokenizer.from_pretrained(embedded_path.parent, gguf_file=embedded_path.name)
 
 
 @pytest.fixture(autouse=True)

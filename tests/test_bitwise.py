@@ -1,48 +1,47 @@
 """On the native kernels no schedule changes a bit of an answer: tokens and log-probabilities are identical.
 
-One set of 24 requests, each first run alone and whole, then under every kind of schedule.
+One set of 24 requests, each first run alone and whole, then under every kind of schedule: a tiny model on every build
+that this machine runs, the embedded one on the best build.
 """
 
 import struct
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from engines import TestEngine
-from native import RUNNABLE, native_library
-from real_prompts import CODE, STORY
+from support.engines import TestEngine
+from support.native import RUNNABLE, native_library
+from support.real_prompts import CODE, STORY
+from support.tiny import make_prompts
 from treadle import SamplingParams
 from treadle.models.native import NativeModel
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels"),
+pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
+
+LENGTHS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 47, 48, 63, 64, 65, 90, 100, 127, 128, 129, 200, 260, 400, 1988]
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.7, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    {"temperature": 0.9, "n": 3},
+    {"temperature": 0.0, "presence_penalty": 0.3, "logit_bias": {200: 2.0}},
 ]
 
-NUM_REQUESTS = 24
-LONGEST = 2000
+
+def make_requests(prompts):
+    """Greedy and seeded, with filters, penalties and several sequences; every third begins as the first ones do."""
+    common = {"ignore_eos": True, "logprobs": 3}
+    return [
+        (prompt, SamplingParams(max_tokens=10 + i % 3, seed=i, **common, **KINDS[i % len(KINDS)]))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
-def make_requests(tokenizer):
-    """Greedy and seeded, with filters, penalties and several sequences; a few share beginnings."""
-    words = tokenizer.encode((STORY + CODE) * 5)
-    lengths = [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 47, 48, 63, 64, 65, 90, 100, 127, 128, 129, 200, 260, 400]
-    found = []
-    for i, length in enumerate([*lengths, LONGEST - 12]):
-        start = 0 if i % 3 == 0 else 7 * i
-        if i == NUM_REQUESTS - 1:
-            start = 0
-        options = {"max_tokens": 10 + i % 3, "ignore_eos": True, "logprobs": 3}
-        kinds = [
-            {"temperature": 0.0},
-            {"temperature": 0.8, "seed": i},
-            {"temperature": 1.0, "seed": i, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
-            {"temperature": 0.7, "seed": i, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
-            {"temperature": 0.9, "seed": i, "n": 3},
-            {"temperature": 0.0, "presence_penalty": 0.3, "logit_bias": {200: 2.0}},
-        ]
-        found.append((words[start : start + length], SamplingParams(**options, **kinds[i % len(kinds)])))
-    assert len(found) == NUM_REQUESTS
-    return found
+def real_prompts(tokenizer):
+    words = tokenizer.encode((STORY + CODE) * 2)
+    return [words[0 if i % 3 == 0 else 7 * i :][:length] for i, length in enumerate(LENGTHS[:-1])]
 
 
 def bits(output):
@@ -61,39 +60,39 @@ def bits(output):
     ]
 
 
-class Path:
-    """The embedded model on one build, with one kind of numbers."""
+@dataclass(frozen=True)
+class Numbers:
+    """A model, a build of the kernels, and what they compute in."""
 
-    def __init__(self, loaded, build, int8):
+    model: str
+    build: str
+    int8: bool
+
+    def __str__(self):
+        return f"{self.model}-{self.build}-{'int8' if self.int8 else 'bf16'}"
+
+
+class Path:
+    """A model on one build, with one kind of numbers, and what each of the requests gets alone."""
+
+    def __init__(self, loaded: Any, prompts: list[list[int]], numbers: Numbers):
         self.loaded = loaded
-        self.int8 = int8
+        self.int8 = numbers.int8
         self.model = NativeModel(
-            loaded.config, loaded.weights, library=native_library(build), int8=int8, max_model_len=2048
-        )
-        self.requests = make_requests(loaded.tokenizer)
-        if build != RUNNABLE[0]:
-            del self.requests[-1]  # the longest takes as long as all others together
+            loaded.config, loaded.weights, library=native_library(numbers.build), int8=numbers.int8,
+            max_model_len=2048,
+        )  # fmt: skip
+        self.requests = make_requests(prompts)
         self.alone = []
         for request in self.requests:
             self.alone += self.run([request], enable_prefix_caching=False, max_num_batched_tokens=2048)
 
     def run(self, requests, on_step=None, min_preemptions=0, **options):
         engine = TestEngine(self.loaded, self.model, int8_kv=self.int8, **options)
-        num_preemptions = 0
-
-        class Count:
-            def on_schedule(self, plan):
-                nonlocal num_preemptions
-                num_preemptions += len(plan.preempted)
-
-            def on_update(self, plan, finished):
-                pass
-
-        engine.engine.add_observer(Count())
         for i, (prompt, params) in enumerate(requests):
             engine.add(str(i), prompt, params)
         results = engine.run(*([] if on_step is None else [lambda step: on_step(engine, step)]))
-        assert num_preemptions >= min_preemptions
+        assert len(engine.preemptions) >= min_preemptions
         return [bits(results[str(i)]) for i in range(len(requests))]
 
     def check(self, **options):
@@ -112,18 +111,25 @@ class Path:
         assert got == self.alone[:23]
 
 
-PATHS = [(build, int8) for build in RUNNABLE for int8 in (True, False)]
-FULL = [pytest.param(path, id=f"{path[0]}-{'int8' if path[1] else 'bf16'}") for path in PATHS[:2]]
-EVERY = [pytest.param(path, id=f"{path[0]}-{'int8' if path[1] else 'bf16'}") for path in PATHS]
+def numbers(model, builds, *marks):
+    return [pytest.param(Numbers(model, build, int8), marks=marks) for build in builds for int8 in (True, False)]
+
+
+TINY = [*numbers("tiny", RUNNABLE[:1]), *numbers("tiny", RUNNABLE[1:], pytest.mark.slow)]
+REAL = numbers("real", RUNNABLE[:1], pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
-def path(request, embedded_model):
+def path(request, tiny):
     """Made once per path: pytest orders the tests of a module by such a fixture's parameter."""
-    return Path(embedded_model, *request.param)
+    wanted = request.param
+    if wanted.model == "tiny":
+        return Path(tiny.loaded, make_prompts(LENGTHS), wanted)
+    loaded = request.getfixturevalue("embedded_model")
+    return Path(loaded, real_prompts(loaded.tokenizer), wanted)
 
 
-@pytest.mark.parametrize("path", EVERY, indirect=True, scope="module")
+@pytest.mark.parametrize("path", TINY + REAL, indirect=True, scope="module", ids=str)
 class TestEveryPath:
     def test_together(self, path):
         path.check(max_num_batched_tokens=512)
@@ -132,15 +138,15 @@ class TestEveryPath:
         path.check_in_a_small_pool(preemption_mode="recompute")
 
 
-@pytest.mark.parametrize("path", FULL, indirect=True, scope="module")
-class TestBestPaths:
+@pytest.mark.parametrize("path", TINY, indirect=True, scope="module", ids=str)
+class TestTinyPaths:
     @pytest.mark.parametrize("chunk", [7, 16, 64, 128, 2048])
     def test_chunks(self, path, chunk):
         path.check(max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16), enable_prefix_caching=False)
 
     def test_chunks_of_one(self, path):
-        # A step for every token, so the longest context is left out; three sequences need steps of three.
-        single = [i for i, (_, params) in enumerate(path.requests[:-1]) if params.n == 1]
+        # Three sequences would need steps of three.
+        single = [i for i, (_, params) in enumerate(path.requests) if params.n == 1]
         got = path.run([path.requests[i] for i in single], max_num_batched_tokens=1, max_num_seqs=1)
         assert got == [path.alone[i] for i in single]
 

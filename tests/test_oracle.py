@@ -1,11 +1,10 @@
 """Answers equal those of transformers on the same file."""
 
 import pytest
-import torch
 
-from engines import TestEngine
-from oracles import assert_greedy, reference_logits
-from real_prompts import TEXTS, prompts
+from support.engines import TestEngine, logits_of
+from support.oracles import assert_greedy, reference_logits
+from support.real_prompts import TEXTS, prompts
 from treadle import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -31,40 +30,11 @@ def test_prompts_span_1_to_600_tokens(embedded_model):
 @pytest.mark.parametrize("number", range(len(TEXTS)))
 def test_greedy_tokens_equal_transformers(number, answers, oracle, embedded_model):
     prompt, output = answers[number]
-    assert_greedy(oracle[0], prompt, output, eos_ids=embedded_model.eos_token_ids, max_tokens=MAX_TOKENS)
+    assert_greedy(oracle, prompt, output, eos_ids=embedded_model.eos_token_ids, max_tokens=MAX_TOKENS)
 
 
 def test_logits_are_within_1e_3(oracle, embedded_model, embedded_weights):
     for prompt in prompts(embedded_model.tokenizer)[10:18]:
         ours = logits_of(embedded_model, embedded_weights, prompt)
-        theirs = reference_logits(oracle[0], prompt)
+        theirs = reference_logits(oracle, prompt)
         assert (ours - theirs).abs().max() < 1e-3
-
-
-@torch.inference_mode()
-def logits_of(loaded, model, prompt):
-    """Logits at every position, by way of a paged prefill in chunks of 50."""
-    seen = []
-
-    class Spy:
-        supports_lora = False
-
-        def __init__(self, runner):
-            self._runner = runner
-            self._forward = model.forward
-
-        def execute(self, plan):
-            model.forward = self._spy
-            try:
-                return self._runner.execute(plan)
-            finally:
-                model.forward = self._forward
-
-        def _spy(self, *args):
-            hidden = self._forward(*args)
-            seen.append(model.compute_logits(hidden))
-            return hidden
-
-    engine = TestEngine(loaded, model, runner=Spy, max_num_batched_tokens=50)
-    engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1))
-    return torch.cat(seen)

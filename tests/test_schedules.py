@@ -1,102 +1,77 @@
-"""Whatever the scheduler does, every request's tokens stay the same (float32; ties may fall either way)."""
+"""Whatever the scheduler does, every request's tokens stay the same (float32 in torch; ties may fall either way).
+
+test_bitwise has more schedules, on the native kernels and to the bit.
+"""
 
 import pytest
 
-from engines import TestEngine
-from oracles import assert_same_tokens
-from real_prompts import prompts
+from support.engines import TestEngine
+from support.oracles import assert_same_tokens
+from support.tiny import make_prompts
 from treadle import SamplingParams
 
-pytestmark = pytest.mark.slow
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+LENGTHS = [1, 2, 3, 5, 8, 13, 16, 17, 24, 31, 40, 48, 63, 64, 65, 90, 100, 150, 300, 600]
 
 PAIRS = [("chunked", True), ("phased", False)]
-"""A pair covers either; test_bitwise has more of them, on the native kernels."""
+"""A pair covers either."""
 
 
 @pytest.fixture(scope="module")
-def alone(embedded_model, embedded_weights):
+def alone(tiny):
     """Each prompt run by itself, whole."""
-    ids = prompts(embedded_model.tokenizer)
-    engine = TestEngine(embedded_model, embedded_weights, enable_prefix_caching=False, max_num_batched_tokens=2048)
-    return ids, [engine.generate([prompt], GREEDY)[0] for prompt in ids]
+    prompts = make_prompts(LENGTHS)
+    engine = TestEngine(tiny.loaded, tiny.weights, enable_prefix_caching=False, max_num_batched_tokens=2048)
+    return prompts, [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
 
 
-def check(alone, oracle, outputs):
+def check(alone, tiny, outputs):
     for prompt, expected, output in zip(*alone, outputs, strict=True):
-        assert_same_tokens(oracle[0], prompt, output, expected)
+        assert_same_tokens(tiny.oracle, prompt, output, expected)
 
 
 @pytest.mark.parametrize(("policy", "caching"), PAIRS)
-def test_all_together(policy, caching, alone, oracle, embedded_model, embedded_weights):
+def test_all_together(policy, caching, alone, tiny):
     engine = TestEngine(
-        embedded_model,
-        embedded_weights,
-        policy=policy,
-        enable_prefix_caching=caching,
-        max_num_batched_tokens=512,
+        tiny.loaded, tiny.weights, policy=policy, enable_prefix_caching=caching, max_num_batched_tokens=512
     )
-    check(alone, oracle, engine.generate(alone[0], GREEDY))
+    check(alone, tiny, engine.generate(alone[0], GREEDY))
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
-def test_chunks(chunk, alone, oracle, embedded_model, embedded_weights):
-    engine = TestEngine(embedded_model, embedded_weights, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 6))
-    check(alone, oracle, engine.generate(alone[0], GREEDY))
+def test_chunks(chunk, alone, tiny):
+    engine = TestEngine(tiny.loaded, tiny.weights, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 6))
+    check(alone, tiny, engine.generate(alone[0], GREEDY))
 
 
 @pytest.mark.parametrize(("policy", "caching"), PAIRS)
-def test_a_pool_for_little_more_than_one(policy, caching, alone, oracle, embedded_model, embedded_weights):
+def test_a_pool_for_little_more_than_one(policy, caching, alone, tiny):
     # The longest prompt (600 + 16 tokens) has the pool to itself; the short ones are preempted many times.
-    short = [(p, out) for p, out in zip(*alone, strict=True) if len(p) <= 100]
-    for prompts_and_outputs, num_blocks, least in ((list(zip(*alone, strict=True)), 155, 1), (short, 28, 5)):
-        check_preempted(
-            policy, caching, prompts_and_outputs, num_blocks, least, oracle, embedded_model, embedded_weights
-        )
+    short = [(p, out) for p, out in zip(*alone, strict=True) if len(p) <= 90]
+    for expected, num_blocks, least in ((list(zip(*alone, strict=True)), 155, 1), (short, 28, 5)):
+        engine = TestEngine(
+            tiny.loaded, tiny.weights, num_blocks=num_blocks, block_size=4, max_model_len=num_blocks * 4,
+            policy=policy, enable_prefix_caching=caching, admission_headroom=0, max_num_batched_tokens=256,
+        )  # fmt: skip
+        prompts, outputs = zip(*expected, strict=True)
+        check((prompts, outputs), tiny, engine.generate(prompts, GREEDY))
+        assert len(engine.preemptions) >= least
 
 
-def check_preempted(policy, caching, expected, num_blocks, least, oracle, embedded_model, embedded_weights):
-    engine = TestEngine(
-        embedded_model,
-        embedded_weights,
-        num_blocks=num_blocks,
-        block_size=4,
-        max_model_len=num_blocks * 4,
-        policy=policy,
-        enable_prefix_caching=caching,
-        admission_headroom=0,
-        max_num_batched_tokens=256,
-    )
-    preemptions = []
-
-    class Count:
-        def on_schedule(self, plan):
-            preemptions.extend(plan.preempted)
-
-        def on_update(self, plan, finished):
-            pass
-
-    engine.engine.add_observer(Count())
-    prompts_, outputs = zip(*expected, strict=True)
-    check((prompts_, outputs), oracle, engine.generate(prompts_, GREEDY))
-    assert len(preemptions) >= least
-
-
-def test_a_second_run_is_served_from_the_cache(alone, oracle, embedded_model, embedded_weights):
-    engine = TestEngine(embedded_model, embedded_weights, num_blocks=600)
+def test_a_second_run_is_served_from_the_cache(alone, tiny):
+    engine = TestEngine(tiny.loaded, tiny.weights, num_blocks=600)
     engine.generate(alone[0], GREEDY)
     for i, prompt in enumerate(alone[0]):
         engine.add(f"again {i}", prompt, GREEDY)
     results = engine.run()
     outputs = [results[f"again {i}"] for i in range(len(alone[0]))]
-    check(alone, oracle, [output.outputs[0].token_ids for output in outputs])
+    check(alone, tiny, [output.outputs[0].token_ids for output in outputs])
     for prompt, output in zip(alone[0], outputs, strict=True):
         assert output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
 
 
-def test_aborted_neighbours(alone, oracle, embedded_model, embedded_weights):
-    engine = TestEngine(embedded_model, embedded_weights, max_num_batched_tokens=64)
+def test_aborted_neighbours(alone, tiny):
+    engine = TestEngine(tiny.loaded, tiny.weights, max_num_batched_tokens=64)
     for i in range(12):
         engine.add(f"neighbour {i}", alone[0][(i * 7) % 20], SamplingParams(temperature=1.0, max_tokens=200))
 
@@ -104,20 +79,15 @@ def test_aborted_neighbours(alone, oracle, embedded_model, embedded_weights):
         if step % 3 == 0:
             engine.engine.abort_request(f"neighbour {step // 3 - 1}")
 
-    check(alone, oracle, engine.generate(alone[0], GREEDY, on_step=abort))
+    check(alone, tiny, engine.generate(alone[0], GREEDY, on_step=abort))
 
 
-def test_seeded_sampling_does_not_depend_on_the_schedule(embedded_model, embedded_weights):
-    params = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=3, max_tokens=24)
-    ids = prompts(embedded_model.tokenizer)[:10:2]
-    whole = TestEngine(embedded_model, embedded_weights, max_num_batched_tokens=2048)
-    alone = [whole.generate([prompt], params)[0] for prompt in ids]
+def test_seeded_sampling_does_not_depend_on_the_schedule(tiny):
+    params = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=3, max_tokens=24, ignore_eos=True)
+    prompts = make_prompts(LENGTHS)[:10:2]
+    whole = TestEngine(tiny.loaded, tiny.weights, max_num_batched_tokens=2048)
+    alone = [whole.generate([prompt], params)[0] for prompt in prompts]
     tight = TestEngine(
-        embedded_model,
-        embedded_weights,
-        num_blocks=80,
-        block_size=4,
-        max_num_batched_tokens=20,
-        max_num_seqs=8,
+        tiny.loaded, tiny.weights, num_blocks=80, block_size=4, max_num_batched_tokens=20, max_num_seqs=8
     )
-    assert tight.generate(ids, params) == alone
+    assert tight.generate(prompts, params) == alone

@@ -6,8 +6,8 @@ import re
 import llguidance
 import pytest
 
-from engines import TestEngine
-from native import native_library
+from support.engines import TestEngine
+from support.native import native_library
 from treadle import SamplingParams
 from treadle.errors import InvalidRequestError
 from treadle.models.native import NativeModel

@@ -4,9 +4,10 @@ import random
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 
-from toy import ToyEngine
+from support.examples import examples
+from support.toy import ToyEngine
 from treadle.engine.block_map import BlockMap, runs
 
 
@@ -59,7 +60,7 @@ class Watcher:
         pass
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 2**32), mode=st.sampled_from(["auto", "recompute", "swap"]))
 def test_changes_add_up(seed, mode):
     rng = random.Random(seed)

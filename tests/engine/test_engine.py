@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines import TestEngine
+from support.engines import TestEngine
 from treadle import SamplingParams
 from treadle.engine.observers import StatsLogger
 from treadle.engine.step_table import StepTableObserver
@@ -28,10 +28,8 @@ class FailsOnce:
         return self.runner.execute(plan)
 
 
-def test_a_failing_step_fails_only_its_requests(embedded_model, embedded_weights, caplog):
-    engine = TestEngine(
-        embedded_model, embedded_weights, runner=FailsOnce(3), max_num_seqs=2, max_num_batched_tokens=8
-    )
+def test_a_failing_step_fails_only_its_requests(tiny, caplog):
+    engine = TestEngine(tiny.loaded, tiny.weights, runner=FailsOnce(3), max_num_seqs=2, max_num_batched_tokens=8)
     for i in range(4):
         engine.add(str(i), [10 + i] * 6, GREEDY)
     results = engine.run()
@@ -49,8 +47,8 @@ def test_a_failing_step_fails_only_its_requests(embedded_model, embedded_weights
     assert len(engine.run()["later"].outputs[0].token_ids) == 6
 
 
-def test_an_interrupted_step_frees_its_blocks(embedded_model, embedded_weights):
-    engine = TestEngine(embedded_model, embedded_weights, runner=FailsOnce(2, KeyboardInterrupt()))
+def test_an_interrupted_step_frees_its_blocks(tiny):
+    engine = TestEngine(tiny.loaded, tiny.weights, runner=FailsOnce(2, KeyboardInterrupt()))
     engine.add("a", [1, 2, 3], GREEDY)
     with pytest.raises(KeyboardInterrupt):
         engine.run()
@@ -59,8 +57,8 @@ def test_an_interrupted_step_frees_its_blocks(embedded_model, embedded_weights):
     assert engine.run()["a"].outputs[0].finish_reason == "error"
 
 
-def test_an_abort_gives_what_there_is(embedded_model, embedded_weights):
-    engine = TestEngine(embedded_model, embedded_weights)
+def test_an_abort_gives_what_there_is(tiny):
+    engine = TestEngine(tiny.loaded, tiny.weights)
     engine.add("a", [1, 2, 3], GREEDY)
     engine.add("b", [1, 2, 3, 4], GREEDY)
 
@@ -74,10 +72,10 @@ def test_an_abort_gives_what_there_is(embedded_model, embedded_weights):
     assert len(results["b"].outputs[0].token_ids) == 6
 
 
-def test_the_step_table_tells_what_happened(embedded_model, embedded_weights):
+def test_the_step_table_tells_what_happened(tiny):
     # Three requests of 2 to 10 tokens in a pool of 5 blocks of 4, 8 tokens a step.
     engine = TestEngine(
-        embedded_model, embedded_weights, num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=8,
+        tiny.loaded, tiny.weights, num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=8,
         admission_headroom=0, enable_prefix_caching=False,
     )  # fmt: skip
     steps = StepTableObserver(engine.scheduler)
@@ -96,9 +94,9 @@ def test_the_step_table_tells_what_happened(embedded_model, embedded_weights):
     assert text.count("→ end: length") == 3
 
 
-def test_stats_are_logged_once_per_interval(embedded_model, embedded_weights, caplog):
+def test_stats_are_logged_once_per_interval(tiny, caplog):
     caplog.set_level("INFO", logger="treadle")
-    engine = TestEngine(embedded_model, embedded_weights)
+    engine = TestEngine(tiny.loaded, tiny.weights)
     engine.engine.add_observer(StatsLogger(engine.scheduler, engine.engine.clock, interval_s=1e-9))
     engine.add("a", [1, 2, 3], GREEDY)
     engine.run()

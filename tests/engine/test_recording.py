@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toy import ToyEngine
+from support.toy import ToyEngine
 from treadle.engine.recorder import StepRecorder
 from treadle.engine.recording import Recording
 from treadle.errors import ConfigError, InvalidRequestError

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from native import RUNNABLE
+from support.native import RUNNABLE
 from treadle import LLM, SamplingParams
 from treadle.engine_config import CPU_KERNELS
 from treadle.errors import ConfigError

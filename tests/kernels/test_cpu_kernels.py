@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 
-from native import RUNNABLE, native_library
+from support.examples import examples
+from support.native import RUNNABLE, native_library
 from treadle.kernels import reference
 from treadle.kernels.cpu.arena import round_up
 from treadle.kernels.cpu.library import CELL, GROUP, PANEL, WeightsStruct, kv_cache_struct, pointer
 
-FAST = settings(max_examples=40, deadline=None)
+FAST = examples(40)
 
 
 @pytest.fixture(params=RUNNABLE or [None], scope="module")
@@ -239,7 +240,7 @@ def twin_attention(queries, keys, values, first, *, int8):
     return reference.prefill_attention(q, k.flatten(1), v.flatten(1), torch.arange(length), mask)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 1000),
     group=st.sampled_from([1, 3, 4, 8]),

@@ -1,7 +1,8 @@
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 
+from support.examples import examples
 from treadle.kvcache import BlockPool
 
 
@@ -46,7 +47,7 @@ def test_a_shared_block_becomes_available_with_its_last_reference():
     assert pool.num_available == 1
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.tuples(st.sampled_from(["take", "release", "reference"]), st.integers(0, 7)), max_size=60))
 def test_agrees_with_a_brute_force_model(actions):
     size = 8

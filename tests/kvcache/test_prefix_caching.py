@@ -1,6 +1,6 @@
 """What the cache finds, and what it must not find."""
 
-from toy import ToyEngine, toy_continuation
+from support.toy import ToyEngine, toy_continuation
 from treadle.kvcache import PrefixIndex
 from treadle.kvcache.prefix_index import ROOT, BlockKey
 

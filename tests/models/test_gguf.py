@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from gguf_files import write_llama_gguf
-from oracles import reference_logits
+from support.gguf_files import write_llama_gguf
+from support.oracles import reference_logits
 from test_oracle import logits_of
 from treadle.errors import ModelLoadError, UnsupportedModelError
 from treadle.models.llama import LlamaModel

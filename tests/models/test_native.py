@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from test_architectures import CASES, VOCAB, make_model
 
-from engines import TestEngine, make_backend
-from native import RUNNABLE, native_library
+from support.engines import TestEngine, make_backend
+from support.native import RUNNABLE, native_library
+from support.tiny import CASES, VOCAB, make_model
 from treadle import SamplingParams
 from treadle.models.llama import LlamaModel
 from treadle.models.native import NativeModel, why_not_native

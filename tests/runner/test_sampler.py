@@ -6,9 +6,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
-from native import native_library
+from support.examples import examples
+from support.native import native_library
 from treadle.request import Request
 from treadle.runner.native_sampling import NativeSampling
 from treadle.runner.noise import uniform
@@ -78,7 +79,7 @@ def kept_by_brute_force(logits, params):
     return kept & by_min_p
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     seed=st.integers(0, 10_000),
     top_k=st.sampled_from([0, -1, 1, 3, 39, 40, 1000]),
@@ -212,7 +213,7 @@ def test_zero_logprobs_still_tell_the_token(sample):
     assert logprobs.top_token_ids == ()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     seed=st.integers(0, 10_000),
     vocab=st.sampled_from([1, 5, 16, 17, 255, 256, 257, 3000]),
@@ -241,7 +242,7 @@ def test_native_draws_are_those_of_torch(seed, vocab, spread, top_k, top_p, min_
 FILTERS = ("top_k", "top_p", "min_p")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 10_000), vocab=st.sampled_from([1, 16, 31, 300]), num_top=st.integers(0, 20))
 def test_native_reports_are_those_of_torch(seed, vocab, num_top):
     rng = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ The lines are kept in `recorded/`: whoever changes the scheduler sees which plan
 import random
 import zlib
 
-from toy import ToyEngine
+from support.toy import ToyEngine
 from treadle.lora import LoRARequest
 
 SMALL = {"num_blocks": 20, "block_size": 4, "max_model_len": 60, "admission_headroom": 0}

@@ -2,9 +2,10 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
-from toy import ToyEngine
+from support.examples import examples
+from support.toy import ToyEngine
 from treadle.scheduler import guards
 from treadle.scheduler.phases import Phases
 
@@ -56,7 +57,7 @@ def patcher():
         yield monkeypatch
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(
     policy=st.sampled_from(["chunked", "three-phase", "prefill-first", "phased"]),
     order=st.sampled_from(["fcfs", "priority", "shortest-first"]),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from toy import ToyEngine, toy_continuation
+from support.toy import ToyEngine, toy_continuation
 from treadle.errors import ConfigError, EngineError, InvalidRequestError
 from treadle.scheduler import WaitReason
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from toy import ToyEngine, toy_beam_search, toy_continuation
+from support.toy import ToyEngine, toy_beam_search, toy_continuation
 from treadle.request import FinishReason
 from treadle.scheduler import check_invariants
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from toy import ToyEngine
+from support.toy import ToyEngine
 from treadle.request import RequestStatus
 from treadle.scheduler import check_invariants
 from treadle.scheduler.invariants import InvariantViolation

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from toy import ToyEngine, toy_continuation
+from support.toy import ToyEngine, toy_continuation
 from treadle.errors import ConfigError, InvalidRequestError, Overloaded
 from treadle.lora import LoRARequest
 from treadle.scheduler import WaitReason

@@ -2,10 +2,10 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from toy import VOCAB_SIZE, ToyEngine, toy_beam_search, toy_continuation
+from support.examples import examples
+from support.toy import VOCAB_SIZE, ToyEngine, toy_beam_search, toy_continuation
 from treadle.lora import LoRARequest
 
 MAX_MODEL_LEN = 60
@@ -156,4 +156,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
-TestSchedulerMachine.settings = settings(max_examples=900, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = examples(900, stateful_step_count=30)

@@ -3,7 +3,7 @@
 import asyncio
 
 from engine.test_block_map import apply, plain_look
-from toy import ToyEngine
+from support.toy import ToyEngine
 from treadle.server.feed import MAX_PENDING, StepFeed
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from toy import ToyEngine
+from support.toy import ToyEngine
 from treadle.server.metrics import Metrics
 
 

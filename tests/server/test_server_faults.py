@@ -15,6 +15,7 @@ from server.conftest import PATIENCE_S, running, serving
 
 pytestmark = pytest.mark.slow
 
+
 class Gate:
     """Holds the engine before each step until the test lets it go; then what the scheduler holds can be looked at.
 
@@ -77,7 +78,9 @@ async def _leave_everywhere(server, gate):
     """60 clients ask; three of those that wait, are in prefill, decode or are swapped leave, then all."""
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(limits=limits, timeout=PATIENCE_S) as client:
-        tasks = {f"cmpl-leaver-{i}": asyncio.create_task(_ask(client, server.url, f"leaver-{i}", i)) for i in range(60)}
+        tasks = {
+            f"cmpl-leaver-{i}": asyncio.create_task(_ask(client, server.url, f"leaver-{i}", i)) for i in range(60)
+        }
         left = Counter()
         while any(left[place] < 3 for place in ("waiting", "prefill", "decode", "swapped")):
             await asyncio.to_thread(gate.wait)

@@ -36,8 +36,8 @@ FANCY = """{%- for message in messages %}
 
 @pytest.mark.parametrize("source", [None, LLAMA3, MISTRAL, FANCY])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_renders_as_transformers_does(source, add_generation_prompt, embedded_model, oracle):
-    tokenizer = oracle[1]
+def test_renders_as_transformers_does(source, add_generation_prompt, embedded_model, oracle_tokenizer):
+    tokenizer = oracle_tokenizer
     expected = tokenizer.apply_chat_template(
         MESSAGES, chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt
     )

@@ -1,8 +1,9 @@
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
-from sentencepiece import sentencepiece_metadata
+from support.examples import examples
+from support.sentencepiece import sentencepiece_metadata
 from treadle.text import IncrementalDetokenizer
 from treadle.text.gguf_tokenizer import tokenizer_from_gguf
 
@@ -30,7 +31,7 @@ def test_an_unfinished_character_shows_at_the_end(embedded_model):
     assert pieces[-1].startswith("\ufffd")
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(ids=st.lists(st.integers(0, 400) | st.integers(49152, 49160), max_size=30), skip=st.booleans())
 def test_pieces_join_to_the_full_decode_byte_level(ids, skip, embedded_model):
     # The first ids are special tokens and single bytes: most sequences are not valid UTF-8.
@@ -43,7 +44,7 @@ UNKNOWN = st.integers(SENTENCEPIECE.vocab_size, SENTENCEPIECE.vocab_size + 5)
 VALID = [i + 3 for i in "é字😀".encode()]
 
 
-@settings(max_examples=3000, deadline=None)
+@examples(3000)
 @given(
     ids=st.lists(
         st.one_of(st.integers(0, SENTENCEPIECE.vocab_size - 1), st.sampled_from(VALID), UNKNOWN),
@@ -56,7 +57,7 @@ def test_pieces_join_to_the_full_decode_byte_fallback(ids, skip):
     assert "".join(pieces) == SENTENCEPIECE.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.text(max_size=40))
 def test_any_text_comes_back(text, embedded_model):
     ids = embedded_model.tokenizer.encode(text)

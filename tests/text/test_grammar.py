@@ -3,9 +3,10 @@
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
+from support.examples import examples
 from treadle.errors import InvalidRequestError
 from treadle.structured_outputs import StructuredOutputsParams
 from treadle.text.grammar import GrammarCompiler
@@ -70,7 +71,7 @@ def test_masks_are_those_of_brute_force_all_along(compiler, token_bytes, embedde
         assert matcher.error is None
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(jumps=st.lists(st.tuples(st.sampled_from(CHOICES), st.integers(0, 12)), max_size=8))
 def test_a_matcher_follows_wherever_its_sequence_goes(compiler, embedded_model, jumps):
     """Back, forth, and on to another output, as a beam's."""

@@ -1,6 +1,7 @@
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 
+from support.examples import examples
 from treadle.text import StopStringMatcher
 
 
@@ -46,7 +47,7 @@ PIECES = st.lists(st.text("ab<", min_size=1, max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(pieces=PIECES, stops=STOPS, keep=st.booleans())
 def test_against_a_search_in_the_whole_text(pieces, stops, keep):
     text = "".join(pieces)

@@ -1,7 +1,7 @@
 import pytest
 
-from real_prompts import TEXTS
-from sentencepiece import sentencepiece_metadata
+from support.real_prompts import TEXTS
+from support.sentencepiece import sentencepiece_metadata
 from treadle.errors import ModelLoadError, UnsupportedModelError
 from treadle.text.gguf_tokenizer import eos_token_ids_from_gguf, tokenizer_from_gguf
 from treadle.text.tokenizer import Tokenizer
@@ -10,10 +10,10 @@ BYTES = 3  # id of <0x00>
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "", " ", "  two  spaces\n\n\ttabs", "don't 12345 ﬁ e\u0301"])
-def test_embedded_equals_transformers(text, embedded_model, oracle):
+def test_embedded_equals_transformers(text, embedded_model, oracle_tokenizer):
     ids = embedded_model.tokenizer.encode(text)
-    assert ids == oracle[1].encode(text)
-    assert embedded_model.tokenizer.decode(ids) == oracle[1].decode(
+    assert ids == oracle_tokenizer.encode(text)
+    assert embedded_model.tokenizer.decode(ids) == oracle_tokenizer.decode(
         ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
 

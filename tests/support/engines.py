@@ -1,5 +1,8 @@
 """Builds engines around weights that are already loaded, so that many schedules cost no loading."""
 
+import torch
+
+from treadle import SamplingParams
 from treadle.clock import SystemClock
 from treadle.config import CacheConfig, RequestLimits, SchedulerConfig
 from treadle.engine import Engine
@@ -46,9 +49,20 @@ class TestEngine:
             self.runner = runner(self.runner)
         limits = RequestLimits(max_model_len=scheduler["max_model_len"], vocab_size=model.config.vocab_size)
         self.inputs = InputProcessor(loaded.tokenizer, limits, loaded.eos_token_ids)
+        self.plans = []
         self.engine = Engine(
-            self.scheduler, self.runner, OutputProcessor(loaded.tokenizer), clock, check_invariants=True
+            self.scheduler, self.runner, OutputProcessor(loaded.tokenizer), clock, [self], check_invariants=True
         )
+
+    def on_schedule(self, plan):
+        self.plans.append(plan)
+
+    def on_update(self, plan, finished):
+        pass
+
+    @property
+    def preemptions(self):
+        return [preemption for plan in self.plans for preemption in plan.preempted]
 
     def add(self, name, prompt, params, *, stream=False, **options):
         (request,) = self.inputs.make_requests(
@@ -88,3 +102,32 @@ def make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, thread
     storage.keys.fill_(float("nan"))
     storage.values.fill_(float("nan"))
     return TorchBackend(model, storage, int8_kv=int8_kv)
+
+
+@torch.inference_mode()
+def logits_of(loaded, model, prompt):
+    """Logits at every position, by way of a paged prefill in chunks of 50."""
+    seen = []
+
+    class Spy:
+        supports_lora = False
+
+        def __init__(self, runner):
+            self._runner = runner
+            self._forward = model.forward
+
+        def execute(self, plan):
+            model.forward = self._spy
+            try:
+                return self._runner.execute(plan)
+            finally:
+                model.forward = self._forward
+
+        def _spy(self, *args):
+            hidden = self._forward(*args)
+            seen.append(model.compute_logits(hidden))
+            return hidden
+
+    engine = TestEngine(loaded, model, runner=Spy, max_num_batched_tokens=50)
+    engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1))
+    return torch.cat(seen)
