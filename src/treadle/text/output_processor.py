@@ -24,6 +24,8 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[str, _RequestState] = {}
+        # Streams with tokens that no output has told yet: a dict rather than a set, for its order.
+        self._with_news: dict[str, _RequestState] = {}
 
     def add(self, request: Request, *, stream: bool) -> None:
         """Start to follow `request`; with `stream`, every token gives an output of what is new."""
@@ -35,8 +37,11 @@ class OutputProcessor:
             self._requests[request.request_id].take_prompt_logprobs(position, entries)
         stopped = []
         for i, (seq, token_id) in enumerate(zip(outputs.sequences, outputs.token_ids.tolist(), strict=True)):
-            state = self._requests[seq.request.request_id]
+            request_id = seq.request.request_id
+            state = self._requests[request_id]
             if state.watched:
+                if state.stream:
+                    self._with_news[request_id] = state
                 completion = state.completion(seq)
                 completion.take_token(seq, token_id, outputs.logprobs.get(i))
                 if completion.stop_string is not None:
@@ -45,10 +50,12 @@ class OutputProcessor:
 
     def collect(self, finished: Iterable[Request]) -> list[RequestOutput]:
         """The outputs that are due: what is new for streaming requests, and the answers of ended ones."""
-        results = [self._requests.pop(request.request_id).final_output() for request in finished]
-        if any(state.stream for state in self._requests.values()):
-            results += [s.delta() for s in self._requests.values() if s.stream and s.has_news]
-        return results
+        results = []
+        for request in finished:
+            self._with_news.pop(request.request_id, None)
+            results.append(self._requests.pop(request.request_id).final_output())
+        with_news, self._with_news = self._with_news, {}
+        return results + [state.delta() for state in with_news.values()]
 
 
 class _RequestState:
@@ -69,11 +76,6 @@ class _RequestState:
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
-
-    @property
-    def has_news(self) -> bool:
-        """Whether a sequence has got a token since the last output."""
-        return any(completion.new_token_ids for completion in self._completions.values())
 
     def completion(self, seq: Sequence) -> "_CompletionState":
         """The state of one of the request's sequences."""
