@@ -1,6 +1,7 @@
 """The shortcut over arrays gives exactly the plan of the general path."""
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -8,6 +9,23 @@ from support.examples import examples
 from support.toy import ToyEngine
 from treadle.scheduler import guards
 from treadle.scheduler.phases import Phases
+
+
+def decodes_one_by_one(self):
+    """`Phases.decodes` as a plain loop over requests in rank order."""
+    batch = self._state.batch
+    rows_of = {}
+    for seq in batch.sequences[batch.decoding_rows()]:
+        rows_of.setdefault(seq.request, []).append(seq)
+    for request, sequences in rows_of.items():
+        if sequences[0].row is None:
+            continue  # preempted by a request before it
+        num_blocks = self._num_blocks_needed(sequences)
+        if num_blocks and self._make_room_for(request, num_blocks):
+            self._grow(request, sequences)
+    decoding = [seq for sequences in rows_of.values() for seq in sequences if seq.row is not None]
+    rows = batch.rows
+    self._add_decodes(rows[np.isin(rows, [seq.row for seq in decoding])])
 
 
 class WithoutShortcuts:
@@ -19,7 +37,7 @@ class WithoutShortcuts:
     def __enter__(self):
         self.context = self.monkeypatch.context()
         patch = self.context.__enter__()
-        patch.setattr(Phases, "_takes_all_at_once", lambda self, rows, num_tokens: False)
+        patch.setattr(Phases, "decodes", decodes_one_by_one)
         patch.setattr(guards, "is_still_refused", lambda state, request: False)
 
     def __exit__(self, *args):

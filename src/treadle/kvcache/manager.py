@@ -55,13 +55,14 @@ class KVCacheManager:
     ) -> None:
         self.block_size = block_size
         self.index = PrefixIndex() if enable_prefix_caching else None
-        self.pool = BlockPool(num_blocks, on_evict=self._forget)
+        self.pool = BlockPool(num_blocks, on_evict=_never if self.index is None else self.index.remove)
         self.host_pool = BlockPool(num_host_blocks, on_evict=_never)
         max_blocks = -(-max_tokens // block_size)
         self.block_tables: IntArray = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.num_blocks: IntArray = np.zeros(max_rows, dtype=np.int32)
         self.num_tokens_covered: IntArray = np.zeros(max_rows, dtype=np.int32)
         self.host_tables: dict[Sequence, IntArray] = {}
+        self._is_indexed = _never_cached if self.index is None else self.index.holds
         # Per row: how many of its blocks have been offered to the index, and the entry of the last of them.
         self._num_indexed = [0] * max_rows
         self._last_entry = [ROOT] * max_rows
@@ -121,8 +122,8 @@ class KVCacheManager:
 
     def missing_blocks(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
         """Blocks that each of `rows` lacks to cover its `num_tokens` tokens: int32 [len(rows)]."""
-        missing: IntArray = -(-num_tokens // self.block_size) - self.num_blocks[rows]
-        return missing.clip(min=0)
+        missing: IntArray = np.maximum(-(-num_tokens // self.block_size) - self.num_blocks[rows], 0)
+        return missing
 
     def rows_with_shared_tail(self, rows: IntArray, positions: IntArray) -> IntArray:
         """Those of `rows` that see the block of their next token together with others.
@@ -169,12 +170,10 @@ class KVCacheManager:
 
     def frees_a_block(self, request: Request) -> bool:
         """Whether freeing a running request would make a block available (not when all are shared)."""
-        tables = [self.block_table(seq) for seq in request.live_sequences]
-        own: dict[int, int] = {}
-        for table in tables:
-            for block in table:
-                own[block] = own.get(block, 0) + 1
-        return any(self.pool.ref_counts[block] == count for block, count in own.items())
+        rows = [_row(seq) for seq in request.live_sequences]
+        tables = [self.block_tables[row, : self.num_blocks[row]] for row in rows]
+        blocks, own = (tables[0], 1) if len(tables) == 1 else np.unique(np.concatenate(tables), return_counts=True)
+        return bool((self.pool.ref_counts[blocks] == own).any())
 
     def block_table(self, seq: Sequence) -> list[int]:
         """The device blocks of a running sequence, in order."""
@@ -396,13 +395,6 @@ class KVCacheManager:
         width = size * seq.token_ids.itemsize
         return ((tokens[i : i + width], namespace) for i in range(0, len(tokens), width))
 
-    def _is_indexed(self, block: int) -> bool:
-        return self.index is not None and self.index.holds(block)
-
-    def _forget(self, block: int) -> None:
-        assert self.index is not None
-        self.index.remove(block)
-
 
 def _row(seq: Sequence) -> int:
     assert seq.row is not None
@@ -410,7 +402,7 @@ def _row(seq: Sequence) -> int:
 
 
 def _never(block: int) -> None:
-    raise AssertionError(f"host block {block} was cached")
+    raise AssertionError(f"block {block} was cached in a tier without a prefix index")
 
 
 def _never_cached(block: int) -> bool:

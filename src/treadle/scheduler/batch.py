@@ -4,7 +4,8 @@ The scheduler fills and empties rows; the runner only reads them. A row's number
 sequence runs; `rows` lists the used rows in rank order.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +99,7 @@ class RunningBatch:
         token_limits: int32 [rows], num_tokens at which the sequence ends.
         last_token_times: float64 [rows], when each got its latest token; NaN before the first.
         is_prefilling: bool [rows], whether tokens known at admission are still to be computed.
+        is_group: bool [rows], whether the row's request has or will have several sequences.
         is_beam: bool [rows], whether the row belongs to a beam search.
         adapter_ids: int32 [rows], LoRA adapter's number, 0 for the base model.
         stop_ids: int32 [STOP_IDS_PER_ROW, rows], padded with NO_TOKEN.
@@ -116,6 +118,7 @@ class RunningBatch:
         self.token_limits: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self.last_token_times: TimeArray = np.full(max_num_seqs, np.nan)
         self.is_prefilling: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.is_group: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_beam: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.adapter_ids: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self.stop_ids: IntArray = np.full((STOP_IDS_PER_ROW, max_num_seqs), NO_TOKEN, dtype=np.int32)
@@ -190,10 +193,16 @@ class RunningBatch:
         """All running requests in rank order."""
         return list(dict.fromkeys(seq.request for seq in self.running_sequences()))
 
-    def requests_behind(self, request: Request) -> list[Request]:
-        """Running requests strictly behind `request` in rank, the last one first."""
-        behind = bisect_right(self._keys, request.rank, key=lambda key: key[0])
-        return list(dict.fromkeys(seq.request for seq in self.sequences[self.rows[behind:][::-1]]))
+    def requests_behind(self, request: Request) -> Iterator[Request]:
+        """Running requests strictly behind `request` in rank, the last one first; valid until one of them leaves."""
+        previous = None
+        for place in range(len(self._keys) - 1, -1, -1):
+            if self._keys[place][0] <= request.rank:
+                return
+            other: Request = self.sequences[self._rows[place]].request
+            if other is not previous:
+                yield other
+            previous = other
 
     def last_request(self) -> Request | None:
         """The running request that is last in rank."""
@@ -217,6 +226,7 @@ class RunningBatch:
         seq.bind(row, self.token_ids[row], self._counters[row], self.last_token_times[row : row + 1])
         self.num_prompt_tokens[row] = seq.num_prompt_tokens
         self.token_limits[row] = token_limit
+        self.is_group[row] = params.n > 1
         self.is_beam[row] = params.use_beam_search
         self._num_beams += params.use_beam_search
         self.adapter_ids[row] = 0 if request.lora is None else request.lora.lora_int_id

@@ -143,34 +143,68 @@ class Phases:
         shared = rows[:0]
         if batch.num_groups:
             shared = kv.rows_with_shared_tail(rows, batch.num_computed_tokens[rows])
-        nothing_shared = not len(shared)
-        if not (nothing_shared and self._takes_all_at_once(rows[growing], needed[growing])):
-            needy = np.concatenate([rows[growing], shared])
-            self._grow_one_by_one({seq.request for seq in batch.sequences[needy]}, rows)
-            # What was preempted decodes no more. Nobody else's state has changed.
-            rows = rows[[seq is not None for seq in batch.sequences[rows]]]
+            if len(shared):
+                growing |= np.isin(rows, shared)
+        needy = rows[growing]
+        if len(needy):
+            missing = kv.missing_blocks(needy, needed[growing])
+            if not len(shared) and missing.sum() <= kv.num_available_blocks:
+                kv.append(needy, missing)
+            else:
+                self._grow_in_rank_order(rows, needy, missing)
+                # What was preempted holds no blocks, and decodes no more. Nobody else's state has changed.
+                rows = rows[kv.num_blocks[rows] > 0]
         self._add_decodes(rows)
 
-    def _takes_all_at_once(self, rows: IntArray, num_tokens: IntArray) -> bool:
-        """Take the blocks that `rows` lack in one slice of the free list; False if there are not enough."""
-        kv = self._state.kv
-        if not len(rows):
-            return True
-        missing = kv.missing_blocks(rows, num_tokens)
-        if missing.sum() > kv.num_available_blocks:
-            return False
-        kv.append(rows, missing)
-        return True
+    def _grow_in_rank_order(self, rows: IntArray, needy: IntArray, missing: IntArray) -> None:
+        """Give `missing` blocks to those of the decoding `rows` that need some, preempting where they run out.
 
-    def _grow_one_by_one(self, needy: set[Request], rows: IntArray) -> None:
-        batch = self._state.batch
-        rows_of: dict[Request, list[Sequence]] = {}
-        for seq in batch.sequences[rows]:
-            if seq.request in needy:
-                rows_of.setdefault(seq.request, []).append(seq)
-        for request, sequences in rows_of.items():
-            if sequences[0].row is not None and self._make_room_for(request, sequences):
-                self._grow(request, sequences)
+        Requests with one sequence get theirs in one slice, as far as the blocks last; then one is preempted, and the
+        next slice follows. Those with several sequences are looked at one by one.
+
+        Args:
+            rows: int32 [n], all that decode, in rank order.
+            needy: int32 [m], those of them that lack blocks or see a shared tail.
+            missing: int32 [m], blocks that each of `needy` lacks.
+        """
+        while len(needy):
+            if self._state.batch.num_groups:
+                needy, missing = self._grow_slice_or_group(rows, needy, missing)
+            else:
+                needy, missing = self._grow_slice(needy, missing)
+
+    def _grow_slice(self, needy: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
+        """Blocks for as many of `needy` as there are blocks for, and room for the next; returns who is left."""
+        kv = self._state.kv
+        fits = int(missing.cumsum().searchsorted(kv.num_available_blocks, side="right"))
+        if fits:
+            kv.append(needy[:fits], missing[:fits])
+        needy, missing = needy[fits:], missing[fits:]
+        if len(needy):
+            self._make_room_for(self._state.batch.sequences[needy[0]].request, int(missing[0]))
+        return self._still_running(needy, missing)
+
+    def _grow_slice_or_group(self, rows: IntArray, needy: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
+        batch, kv = self._state.batch, self._state.kv
+        is_group = batch.is_group[needy]
+        end = int(is_group.argmax()) if is_group.any() else len(needy)
+        if end:
+            left = self._grow_slice(needy[:end], missing[:end])
+            needy = np.concatenate([left[0], needy[end:]])
+            missing = np.concatenate([left[1], missing[end:]])
+            return self._still_running(needy, missing)
+        request: Request = batch.sequences[needy[0]].request
+        sequences = [seq for seq in batch.sequences[rows[kv.num_blocks[rows] > 0]] if seq.request is request]
+        if self._make_room_for(request, self._num_blocks_needed(sequences)):
+            self._grow(request, sequences)
+        is_other = [seq is None or seq.request is not request for seq in batch.sequences[needy]]
+        is_left = np.array(is_other, dtype=np.bool_)
+        return self._still_running(needy[is_left], missing[is_left])
+
+    def _still_running(self, rows: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
+        """Without those that were preempted or given up: they hold no blocks."""
+        is_left = self._state.kv.num_blocks[rows] > 0
+        return rows[is_left], missing[is_left]
 
     def _num_blocks_needed(self, sequences: list[Sequence]) -> int:
         kv, batch = self._state.kv, self._state.batch
@@ -178,13 +212,12 @@ class Phases:
         missing = kv.missing_blocks(rows, batch.num_tokens[rows] + self._lookahead).sum()
         return int(missing) + kv.num_copies_needed(rows, batch.num_computed_tokens[rows])
 
-    def _make_room_for(self, request: Request, sequences: list[Sequence]) -> bool:
-        """Preempt, last in rank first, until `request` can grow; False if it fell itself."""
+    def _make_room_for(self, request: Request, num_blocks: int) -> bool:
+        """Preempt, last in rank first, until `num_blocks` are there for `request`; False if it fell itself."""
         state = self._state
-        while state.kv.num_available_blocks < self._num_blocks_needed(sequences):
+        while state.kv.num_available_blocks < num_blocks:
             # Those strictly behind are not in this plan yet: requests get their blocks in rank order.
-            behind = state.batch.requests_behind(request)
-            victim = next((other for other in behind if state.kv.frees_a_block(other)), None)
+            victim = next(filter(state.kv.frees_a_block, state.batch.requests_behind(request)), None)
             if victim is None and len(state.batch) == len(request.live_sequences):
                 self._give_up(request)  # alone, and still too large: coming back would not help
                 return False
