@@ -24,7 +24,7 @@ from treadle.config import CacheConfig, SchedulerConfig
 from treadle.engine import Engine
 from treadle.request import Request
 from treadle.sampling_params import SamplingParams
-from treadle.scheduler import Scheduler, SequenceResult, StepPlan, StepResult
+from treadle.scheduler import Scheduler, StepPlan, StepResult
 from treadle.text.output_processor import OutputProcessor
 from treadle.text.tokenizer import Tokenizer
 
@@ -71,10 +71,7 @@ class TreadleSteps:
 
 
 def made_up(plan: StepPlan) -> StepResult:
-    return StepResult(
-        tuple(SequenceResult((7,) if s.num_samples else ()) for s in plan.sequences),
-        np.full(len(plan.decode_rows), 7, dtype=np.int32),
-    )
+    return StepResult(np.full(int(plan.samples.sum()), 7, dtype=np.int32))
 
 
 def steady(num_seqs: int, prompt_len: int, max_tokens: int) -> TreadleSteps:
@@ -165,9 +162,9 @@ def bench_pressed(sizes: list[int]) -> None:
             runner_before, before = steps.runner_s, time.perf_counter()
             plan = steps.step()
             elapsed = (time.perf_counter() - before - (steps.runner_s - runner_before)) * 1e6
-            if plan.preempted:
+            if steps.scheduler.report.preempted:
                 pressed.append(elapsed)
-            elif len(plan.decode_rows) == size:
+            elif plan.num_decodes == size:
                 calm.append(elapsed)
         gc.unfreeze()
         print(f"{size:>10} {statistics.median(calm):>8.1f} {statistics.median(pressed):>11.1f} "
@@ -187,9 +184,9 @@ def bench_edge(sizes: list[int]) -> None:
             steps.step()  # prompts
             steps.step()  # token 128 fills the eighth block
             before = time.perf_counter()
-            plan = steps.scheduler.schedule()
+            steps.scheduler.schedule()
             times.append((time.perf_counter() - before) * 1e6)
-            num_preempted = len(plan.preempted)
+            num_preempted = len(steps.scheduler.report.preempted)
         print(f"{size:>10} {min(times):>8.1f} {num_preempted:>10}", flush=True)
 
 

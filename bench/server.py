@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import pairwise
 
 import httpx2
@@ -27,7 +27,7 @@ from treadle.loadgen.client import Result, Target, run
 from treadle.loadgen.report import percentile
 from treadle.loadgen.workload import Job, random_jobs
 from treadle.request import Request
-from treadle.scheduler import StepPlan
+from treadle.scheduler import StepOutputs, StepReport
 
 
 async def stream_all(url: str, jobs: list[Job]) -> tuple[list[Result], list[float]]:
@@ -68,15 +68,11 @@ class StepTimes:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._start = 0.0
         self.times: list[float] = []
 
-    def on_schedule(self, plan: StepPlan) -> None:
-        self._start = time.perf_counter()
-
-    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
-        if not plan.sequences and len(plan.decode_rows) == self._count:
-            self.times.append(time.perf_counter() - self._start)
+    def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
+        if report is not None and report.plan.num_decodes == self._count == len(report.plan.rows):
+            self.times.append(time.monotonic() - report.time)
 
 
 def main() -> None:

@@ -57,13 +57,14 @@ def tiny(tmp_path_factory):
     weights = LlamaModel(
         loaded.config, loaded.weights, dtype=torch.float32, device=torch.device("cpu"), max_model_len=4096
     )
-    return Tiny(loaded, weights, oracle)
+    return Tiny(loaded, weights, oracle, folder)
 
 
 class Tiny(NamedTuple):
     loaded: Any
     weights: Any
     oracle: Any
+    folder: Any
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.child_runner import Child
 from support.engines import TestEngine
 from support.native import RUNNABLE, native_library
 from support.real_prompts import CODE, STORY
@@ -62,14 +63,16 @@ def bits(output):
 
 @dataclass(frozen=True)
 class Numbers:
-    """A model, a build of the kernels, and what they compute in."""
+    """A model, a build of the kernels, what they compute in, and whether another process computes it."""
 
     model: str
     build: str
     int8: bool
+    in_child: bool = False
 
     def __str__(self):
-        return f"{self.model}-{self.build}-{'int8' if self.int8 else 'bf16'}"
+        where = "-child" if self.in_child else ""
+        return f"{self.model}-{self.build}-{'int8' if self.int8 else 'bf16'}{where}"
 
 
 class Path:
@@ -77,6 +80,7 @@ class Path:
 
     def __init__(self, loaded: Any, prompts: list[list[int]], numbers: Numbers):
         self.loaded = loaded
+        self.child = None
         self.int8 = numbers.int8
         self.model = NativeModel(
             loaded.config, loaded.weights, library=native_library(numbers.build), int8=numbers.int8,
@@ -88,7 +92,7 @@ class Path:
             self.alone += self.run([request], enable_prefix_caching=False, max_num_batched_tokens=2048)
 
     def run(self, requests, on_step=None, min_preemptions=0, **options):
-        engine = TestEngine(self.loaded, self.model, int8_kv=self.int8, **options)
+        engine = TestEngine(self.loaded, self.model, int8_kv=self.int8, child=self.child, **options)
         for i, (prompt, params) in enumerate(requests):
             engine.add(str(i), prompt, params)
         results = engine.run(*([] if on_step is None else [lambda step: on_step(engine, step)]))
@@ -116,6 +120,12 @@ def numbers(model, builds, *marks):
 
 
 TINY = [*numbers("tiny", RUNNABLE[:1]), *numbers("tiny", RUNNABLE[1:], pytest.mark.slow)]
+# The law of plans: a runner in another process, fed by pickled plans, computes the same bits.
+CHILD = [
+    pytest.param(Numbers("tiny", build, int8, in_child=True), marks=pytest.mark.slow)
+    for build in RUNNABLE[:1]
+    for int8 in (True, False)
+]
 REAL = numbers("real", RUNNABLE[:1], pytest.mark.slow)
 
 
@@ -123,13 +133,19 @@ REAL = numbers("real", RUNNABLE[:1], pytest.mark.slow)
 def path(request, tiny):
     """Made once per path: pytest orders the tests of a module by such a fixture's parameter."""
     wanted = request.param
-    if wanted.model == "tiny":
-        return Path(tiny.loaded, make_prompts(LENGTHS), wanted)
-    loaded = request.getfixturevalue("embedded_model")
-    return Path(loaded, real_prompts(loaded.tokenizer), wanted)
+    if wanted.model != "tiny":
+        loaded = request.getfixturevalue("embedded_model")
+        yield Path(loaded, real_prompts(loaded.tokenizer), wanted)
+        return
+    path = Path(tiny.loaded, make_prompts(LENGTHS), wanted)
+    if wanted.in_child:
+        path.child = Child(tiny.folder, wanted.build, wanted.int8)
+    yield path
+    if path.child is not None:
+        path.child.close()
 
 
-@pytest.mark.parametrize("path", TINY + REAL, indirect=True, scope="module", ids=str)
+@pytest.mark.parametrize("path", TINY + CHILD + REAL, indirect=True, scope="module", ids=str)
 class TestEveryPath:
     def test_together(self, path):
         path.check(max_num_batched_tokens=512)

@@ -74,6 +74,18 @@ def test_a_room_imports_only_rooms_above_it(path):
         assert level(other) < level(room) or other == room, f"{room} imports {other}"
 
 
+@pytest.mark.parametrize("path", sorted((SOURCE / "runner").rglob("*.py")), ids=lambda p: p.name)
+def test_a_runner_knows_no_requests(path):
+    """It learns of sequences from plans alone."""
+    names = {
+        alias.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for alias in node.names
+    }
+    assert not names & {"Request", "Sequence", "RunningBatch", "Scheduler"}
+
+
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_loads_with_torch_blocked(module):
     code = f"import sys; sys.modules['torch'] = None; import treadle.{module}"

@@ -54,7 +54,7 @@ def test_same_answers_under_pressure(mode, free, tiny):
     preempted = [p.mode.value for p in engine.preemptions]
     assert len(preempted) >= 5
     assert ("swap" in preempted) == (mode != "recompute")
-    assert any(plan.blocks_to_copy for plan in engine.plans)
+    assert any(plan.moves.copy for plan in engine.plans)
     for (prompt, params), output, reference in zip(wanted, outputs, expected, strict=True):
         for ours, theirs in zip(output.outputs, reference.outputs, strict=True):
             if ours.token_ids != theirs.token_ids:
@@ -81,7 +81,7 @@ def test_beams_equal_transformers(is_real, tiny, request):
         oracle = request.getfixturevalue("oracle")
         prompts, searches = [loaded.tokenizer.encode("The capital of France is")], SEARCHES[:1]
     else:
-        (loaded, weights, oracle), prompts, searches = tiny, make_prompts([4, 9, 40]), SEARCHES
+        (loaded, weights, oracle, _), prompts, searches = tiny, make_prompts([4, 9, 40]), SEARCHES
     for prompt in prompts:
         for width, length_penalty, early_stopping in searches:
             params = SamplingParams(

@@ -13,7 +13,7 @@ from treadle.clock import SystemClock
 from treadle.compute import Compute, choose_compute
 from treadle.config import CacheConfig, RequestLimits
 from treadle.engine import Engine
-from treadle.engine.observers import StatsLogger, StepObserver
+from treadle.engine.observers import Observer, StatsLogger
 from treadle.engine.recorder import StepRecorder
 from treadle.engine_config import EngineConfig, parse_memory_size, parse_swap_space
 from treadle.errors import ConfigError
@@ -95,24 +95,31 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     scheduler_config = config.scheduler_config(max_model_len)
     clock = SystemClock()
     scheduler = Scheduler(scheduler_config, cache_config, clock)
-    observers: list[StepObserver] = []
+    observers: list[Observer] = []
     if config.record is not None:
         observers.append(StepRecorder(Path(config.record), scheduler, clock))
     if config.log_stats_interval_s > 0:
         observers.append(StatsLogger(scheduler, clock, config.log_stats_interval_s))
-    engine = Engine(
-        scheduler,
-        ModelRunner(_backend(model, cache_config, compute)),
-        OutputProcessor(loaded.tokenizer),
-        clock,
-        observers,
-        config.check_invariants,
-    )
     limits = RequestLimits(
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
         max_logprobs=min(config.max_logprobs, model_config.vocab_size),
         max_model_len_reason=reason,
+    )
+    input_processor = InputProcessor(loaded.tokenizer, limits, loaded.eos_token_ids)
+    runner = ModelRunner(
+        _backend(model, cache_config, compute),
+        max_num_seqs=scheduler_config.max_num_seqs,
+        max_model_len=max_model_len,
+        find_grammar=input_processor.grammars.find,
+    )
+    engine = Engine(
+        scheduler,
+        runner,
+        OutputProcessor(loaded.tokenizer),
+        clock,
+        observers,
+        config.check_invariants,
     )
     load_time_s = time.monotonic() - start
     logger.info("%s: %s, %s, ready in %.1f s", config.model, model_config.architecture, compute, load_time_s)
@@ -127,7 +134,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     )  # fmt: skip
     return BuiltEngine(
         engine=engine,
-        input_processor=InputProcessor(loaded.tokenizer, limits, loaded.eos_token_ids),
+        input_processor=input_processor,
         tokenizer=loaded.tokenizer,
         chat_template=loaded.chat_template,
         limits=limits,

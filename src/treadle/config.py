@@ -29,8 +29,8 @@ class SchedulerConfig:
             newcomer is not thrown out at the next block edge.
         max_consecutive_prefills: policy `phased` only: after this many prefill steps in a row, sequences
             that wait to decode get a step.
-        num_lookahead_slots: slots beyond its next token that each decoding sequence gets in a step, for
-            speculative decoding; they count as tokens.
+        num_lookahead_slots: most drafts (tokens that the runner proposes) of a sequence that a step checks, for
+            speculative decoding; they count as tokens, and are dropped where budget or blocks run out.
         max_loras: most LoRA adapters in one step.
         age_limit_s: seconds after which a waiting request goes before all that have waited less; None for never.
         max_num_queued_requests, max_num_queued_tokens: most requests, and tokens of their prompts, that may
@@ -72,12 +72,10 @@ class SchedulerConfig:
                 "preemption_mode",
                 f"must be one of {', '.join(PREEMPTION_MODES)}; got {self.preemption_mode!r}",
             )
-        tokens_of_one = 1 + self.num_lookahead_slots
-        if self.max_num_batched_tokens < self.max_num_seqs * tokens_of_one:
-            each = f" times 1 + num_lookahead_slots ({tokens_of_one})" if self.num_lookahead_slots else ""
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "max_num_batched_tokens",
-                f"must be at least max_num_seqs ({self.max_num_seqs}){each}, so that every running sequence "
+                f"must be at least max_num_seqs ({self.max_num_seqs}), so that every running sequence "
                 f"can decode in each step; got {self.max_num_batched_tokens}",
             )
 

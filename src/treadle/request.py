@@ -1,14 +1,13 @@
 """What a caller sends (Request) and the streams of tokens that it holds (Sequence). No torch, no scheduling.
 
 A Sequence is a view on its storage. While it waits, its tokens, counters and time are small arrays of its own;
-while it runs they are one row of the batch's arrays (`bind`), where the runner reads them and a step
-updates all rows at once.
+while it runs they are one row of the batch's arrays (`bind`), where a step updates all rows at once.
 """
 
 import math
 from collections.abc import Sequence as AbstractSequence
 from enum import Enum, StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,11 +49,13 @@ class FinishReason(StrEnum):
 
 
 class Grammar(Protocol):
-    """A compiled grammar of structured outputs, as the text room makes it and the runner uses it."""
+    """A grammar of structured outputs, compiled and found right.
 
-    def matcher(self) -> Any:
-        """A new matcher, at the beginning of a text."""
-        ...
+    Attributes:
+        text: the grammar as text; a runner is told this, and finds the compiled one by it.
+    """
+
+    text: str
 
 
 class Sequence:
@@ -69,7 +70,8 @@ class Sequence:
         cumulative_logprob: sum of its tokens' log-probabilities; beam search only.
         shares: (sequence, number of tokens) whose KV this one shares and has to wait for, while a group is
             computed again; None when there is nothing to wait for.
-        matcher: how far it has got in the request's grammar; the runner makes it when it needs it, from the tokens.
+        num_ever_computed_tokens: tokens that were computed before it last lost its blocks; computing them again is
+            no progress.
     """
 
     __slots__ = (
@@ -79,7 +81,7 @@ class Sequence:
         "cumulative_logprob",
         "finish_reason",
         "index",
-        "matcher",
+        "num_ever_computed_tokens",
         "request",
         "row",
         "shares",
@@ -94,7 +96,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
         self.shares: tuple[Sequence, int] | None = None
-        self.matcher: Any = None
+        self.num_ever_computed_tokens = 0
         self._token_ids = token_ids
         self._last_token_time: TimeArray = np.array([math.nan])
         self._counters: IntArray = np.array([len(token_ids), num_computed_tokens], dtype=np.int32)

@@ -46,18 +46,15 @@ class Watcher:
 
     def __init__(self, scheduler):
         self.scheduler = scheduler
-        self.map = BlockMap(scheduler)
+        self.map = BlockMap(scheduler.kv.pool.num_blocks)
         self.blocks = dict.fromkeys(range(scheduler.kv.pool.num_blocks), "free")
 
-    def on_schedule(self, plan):
-        apply(self.blocks, self.map.changes())
+    def look(self, report):
+        apply(self.blocks, self.map.changes(report.details.holders))
         assert self.blocks == plain_look(self.scheduler)
         late = dict.fromkeys(self.blocks, "free")
         apply(late, self.map.everything())
         assert late == self.blocks
-
-    def on_update(self, plan, finished):
-        pass
 
 
 @examples(60)
@@ -67,7 +64,7 @@ def test_changes_add_up(seed, mode):
     engine = ToyEngine(
         num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, admission_headroom=0, preemption_mode=mode
     )
-    engine.observers.append(Watcher(engine.scheduler))
+    engine.on_planned.append(Watcher(engine.scheduler).look)
     beginning = [rng.randrange(50) for _ in range(12)]
     for i in range(20):
         prompt = beginning[: rng.choice([0, 8, 12])] + [rng.randrange(50) for _ in range(rng.randrange(1, 20))]

@@ -73,10 +73,10 @@ def test_a_record_tells_who_did_what(run):
     assert len(recording.records) == len(engine.plans)
     assert recording.requests() == [f"r{i}" for i in range(25)]
     assert recording.header["scheduler"]["order"] == "priority"
-    for record, plan in zip(recording.records, engine.plans, strict=True):
-        assert record["step"] == plan.step
-        assert record["tokens"] == plan.num_batched_tokens
-        assert len(record["preempted"]) == len(plan.preempted)
+    for record, report in zip(recording.records, engine.reports, strict=True):
+        assert record["step"] == report.plan.step
+        assert record["tokens"] == report.plan.num_batched_tokens
+        assert len(record["preempted"]) == len(report.preempted)
         blocks = record["blocks"]
         assert blocks["referenced"] + blocks["cached"] + blocks["free"] == 20
         assert record["duration"] == 1.0

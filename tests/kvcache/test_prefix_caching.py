@@ -15,9 +15,9 @@ def test_full_hit_leaves_the_last_token_to_compute():
     engine.add("first", prompt, max_tokens=1)
     engine.run()
     engine.add("second", prompt, max_tokens=5)
-    plan = engine.step()
+    report = engine.step()
     # 16 tokens are 4 full blocks; the last token needs its logits, so the last block is computed again.
-    assert [(s.start, s.count) for s in plan.sequences] == [(12, 4)]
+    assert [(s.start, s.count) for s in engine.prefills(report)] == [(12, 4)]
     assert engine.run()["second"] == toy_continuation(prompt, 5)
     assert hits(engine, "second") == 12
 
@@ -27,7 +27,7 @@ def test_one_token_more_hits_all_full_blocks():
     engine.add("first", list(range(16)), max_tokens=1)
     engine.run()
     engine.add("second", [*range(16), 7], max_tokens=1)
-    assert [(s.start, s.count) for s in engine.step().sequences] == [(16, 1)]
+    assert [(s.start, s.count) for s in engine.prefills(engine.step())] == [(16, 1)]
 
 
 def test_generated_blocks_are_found_by_the_next_turn():
@@ -46,8 +46,8 @@ def test_nothing_is_findable_before_it_is_written():
     prompt = list(range(17))
     engine.add("a", prompt, max_tokens=3)
     engine.add("b", prompt, max_tokens=3)
-    plan = engine.step()
-    assert [(s.start, s.count) for s in plan.sequences] == [(0, 17), (0, 17)]
+    report = engine.step()
+    assert [(s.start, s.count) for s in engine.prefills(report)] == [(0, 17), (0, 17)]
     tokens = engine.run()
     assert tokens["a"] == tokens["b"] == toy_continuation(prompt, 3)
 

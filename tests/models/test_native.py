@@ -11,6 +11,7 @@ from treadle import SamplingParams
 from treadle.models.llama import LlamaModel
 from treadle.models.native import NativeModel, why_not_native
 from treadle.models.registry import load_model
+from treadle.scheduler import BlockMoves
 
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
 
@@ -109,12 +110,7 @@ def test_swapping_and_copying_moves_whole_blocks(tmp_path):
     for block in range(4):
         pool[block] = block + 1
 
-    class Plan:
-        blocks_to_swap_out = ((0, 2), (1, 0))
-        blocks_to_swap_in = ((2, 3),)
-        blocks_to_copy = ((3, 1),)
-
-    backend.move_blocks(Plan)
+    backend.move_blocks(BlockMoves(swap_out=((0, 2), (1, 0)), swap_in=((2, 3),), copy=((3, 1),)))
     assert [int(pool[block, 0]) for block in range(4)] == [1, 1, 3, 1]
     assert (pool == pool[:, :1]).all()
 

@@ -10,51 +10,63 @@ from hypothesis import given
 
 from support.examples import examples
 from support.native import native_library
-from treadle.request import Request
 from treadle.runner.native_sampling import NativeSampling
 from treadle.runner.noise import uniform
+from treadle.runner.row_table import RowTable
 from treadle.runner.sampler import Sampler, StepLogits
 from treadle.runner.torch_sampling import TorchSampling, filter_logits
 from treadle.sampling_params import SamplingParams
-from treadle.scheduler import RunningBatch
+from treadle.scheduler import NewRow, StepPlan
 
 V = 40
 
 
 def rows_for(params_list, prompts=None, outputs=None, stop_ids=frozenset(), seeds=None):
-    batch = RunningBatch(len(params_list) + 3, 64)
-    rows = []
-    for i, params in enumerate(params_list):
-        prompt = prompts[i] if prompts else [1, 2]
-        request = Request(str(i), prompt, params, stop_token_ids=stop_ids, seed=seeds[i] if seeds else i)
-        request.rank = (i,)
-        row = batch.add(request.sequences[0], 64)
-        for token in (outputs or {}).get(i, ()):
-            batch.append_tokens(np.array([row], dtype=np.int32), np.array([token], dtype=np.int32), 0.0)
-        rows.append(row)
-    return batch, np.array(rows, dtype=np.int32)
+    table = RowTable(len(params_list) + 3, 64, block_size=16)
+    rows = np.arange(len(params_list), dtype=np.int32)[::-1].copy()
+    new = tuple(
+        NewRow(
+            row=row,
+            token_ids=np.array([*(prompts[i] if prompts else [1, 2]), *(outputs or {}).get(i, ())], dtype=np.int32),
+            num_prompt_tokens=len(prompts[i]) if prompts else 2,
+            sampling_params=params_list[i],
+            seed=seeds[i] if seeds else i,
+            sequence_index=0,
+            stop_token_ids=stop_ids,
+            grammar=None,
+            adapter_id=0,
+        )
+        for i, row in enumerate(rows.tolist())
+    )
+    table.take(StepPlan(1, rows, rows, rows, rows, new_rows=new))
+    return table, rows
+
+
+def find_grammar(text):
+    raise AssertionError("no row has a grammar")
 
 
 def logits_like(seed, n=1):
     return torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (n, V)).astype(np.float32))
 
 
-def sample_rows(sampler, logits, batch, rows):
+def sample_rows(sampler, logits, table, rows):
     every = np.arange(len(rows), dtype=np.int32)
     best = logits.argmax(dim=-1).numpy().astype(np.int32)
-    return sampler.sample(StepLogits(logits.clone(), every, best), batch, rows, batch.sampling.sequence_index[rows])
+    return sampler.sample(StepLogits(logits.clone(), every, best), table, rows, table.sampling.sequence_index[rows])
 
 
 @pytest.fixture(params=["torch", "native"])
 def sampler(request):
-    return Sampler(TorchSampling() if request.param == "torch" else NativeSampling(native_library(), threads=2))
+    kernels = TorchSampling() if request.param == "torch" else NativeSampling(native_library(), threads=2)
+    return Sampler(kernels, find_grammar, threads=2)
 
 
 @pytest.fixture
 def sample(sampler):
     def sample(logits, params, **kwargs):
-        batch, rows = rows_for([params], **kwargs)
-        tokens, logprobs = sample_rows(sampler, logits, batch, rows)
+        table, rows = rows_for([params], **kwargs)
+        tokens, logprobs = sample_rows(sampler, logits, table, rows)
         return int(tokens[0]), logprobs.get(0)
 
     return sample
@@ -115,8 +127,8 @@ def test_sampled_frequencies_follow_the_distribution(sampler):
     logits = torch.cat([logits, torch.full((1, V - 8), -torch.inf)], dim=1)
     n = 4000
     params = SamplingParams(temperature=1.3)
-    batch, rows = rows_for([params] * n, seeds=list(range(n)))
-    tokens, _ = sample_rows(sampler, logits.repeat(n, 1), batch, rows)
+    table, rows = rows_for([params] * n, seeds=list(range(n)))
+    tokens, _ = sample_rows(sampler, logits.repeat(n, 1), table, rows)
     counts = np.bincount(tokens, minlength=V)
     expected = (logits[0] / 1.3).softmax(-1).numpy() * n
     assert counts[8:].sum() == 0
@@ -141,8 +153,8 @@ def test_a_row_does_not_see_its_neighbours(sampler, sample):
     params = SamplingParams(temperature=0.9, top_p=0.8, seed=11)
     alone, _ = sample(logits_like(1), params, seeds=[11])
     others = [SamplingParams(temperature=0.0), SamplingParams(temperature=2.0, top_k=5), params]
-    batch, rows = rows_for(others, seeds=[1, 2, 11])
-    tokens, _ = sample_rows(sampler, torch.cat([logits_like(8, 2), logits_like(1)]), batch, rows)
+    table, rows = rows_for(others, seeds=[1, 2, 11])
+    tokens, _ = sample_rows(sampler, torch.cat([logits_like(8, 2), logits_like(1)]), table, rows)
     assert tokens[2] == alone
     assert tokens[0] == int(logits_like(8, 2)[0].argmax())
 
@@ -227,12 +239,12 @@ def test_native_draws_are_those_of_torch(seed, vocab, spread, top_k, top_p, min_
     """The same token for the same noise, but where the noise lies on the edge between two."""
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, spread, (1, vocab)).astype(np.float32))
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
-    batch, rows = rows_for([params])
+    table, rows = rows_for([params])
     place = np.zeros(1, dtype=np.int32)
-    kept = filter_logits(logits / temperature, *(getattr(batch.sampling, name)[rows] for name in FILTERS))
+    kept = filter_logits(logits / temperature, *(getattr(table.sampling, name)[rows] for name in FILTERS))
     cumulative = kept[0].double().softmax(-1).cumsum(-1)
     for noise in np.random.default_rng(seed + 1).random(8):
-        (token,) = NativeSampling(native_library(), threads=1).draw(logits, place, batch, rows, np.array([noise]))
+        (token,) = NativeSampling(native_library(), threads=1).draw(logits, place, table, rows, np.array([noise]))
         low, high = float(cumulative[token - 1]) if token else 0.0, float(cumulative[token])
         # A float's rounding of a threshold may keep or drop one token more.
         slack = 1e-5 + (float(kept[0].double().softmax(-1)[kept[0] > -torch.inf].min()) if len(kept[0]) > 1 else 0)
@@ -264,9 +276,9 @@ def test_native_reports_are_those_of_torch(seed, vocab, num_top):
 def test_a_forbidden_token_is_never_drawn_natively():
     logits = torch.full((1, 500), -torch.inf)
     logits[0, 400] = -3.0
-    batch, rows = rows_for([SamplingParams(temperature=5.0)])
+    table, rows = rows_for([SamplingParams(temperature=5.0)])
     for noise in (0.0, 0.5, 1 - 2**-53):
         (token,) = NativeSampling(native_library(), threads=1).draw(
-            logits, np.zeros(1, dtype=np.int32), batch, rows, np.array([noise])
+            logits, np.zeros(1, dtype=np.int32), table, rows, np.array([noise])
         )
         assert token == 400

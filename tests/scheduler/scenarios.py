@@ -75,19 +75,24 @@ def line_of(scheduler, plan):
     `r3:10+4=1` computes 4 tokens from position 10 and samples one; `r3/2:17` decodes sequence 2 at position 17; `~6`
     asks for candidates. The last number stands for the block tables of all that run.
     """
-    batch = plan.batch
-    ran = []
-    for s in plan.sequences:
-        wanted = f"~{s.num_candidates}" if s.num_candidates else f"={s.num_samples}" if s.num_samples else ""
-        ran.append(f"{_name(batch.sequences[s.row])}:{s.start}+{s.count}{wanted}")
-    ran += [f"{_name(batch.sequences[row])}:{batch.num_computed_tokens[row]}" for row in plan.decode_rows.tolist()]
+    batch, report = scheduler.batch, scheduler.report
+    ran, decodes = [], []
+    for i, row in enumerate(plan.rows.tolist()):
+        name, start = _name(batch.sequences[row]), plan.starts[i]
+        if plan.num_prefills <= i < plan.num_prefills + plan.num_decodes:
+            decodes.append(f"{name}:{start}" + (f"+{plan.counts[i]}" if plan.counts[i] > 1 else ""))
+            continue
+        num_candidates = 0 if plan.candidates is None else plan.candidates[i]
+        wanted = f"~{num_candidates}" if num_candidates else f"={plan.samples[i]}" if plan.samples[i] else ""
+        ran.append(f"{name}:{start}+{plan.counts[i]}{wanted}")
+    ran += decodes
     parts = [" ".join(ran)]
-    parts += [f"{p.request_id} falls for {p.for_request_id} by {p.mode.value}" for p in plan.preempted]
-    parts += [f"{name} comes back" for name in plan.swapped_in]
-    parts += [f"{name} is given up" for name in plan.ignored]
-    parts += [f"{r.request_id} waits: {r.reason.name.lower()}" for r in plan.refusals]
+    parts += [f"{p.request_id} falls for {p.for_request_id} by {p.mode.value}" for p in report.preempted]
+    parts += [f"{name} comes back" for name in report.swapped_in]
+    parts += [f"{name} is given up" for name in report.ignored]
+    parts += [f"{r.request_id} waits: {r.reason.name.lower()}" for r in report.refusals]
     for word, pairs in (
-        ("out", plan.blocks_to_swap_out), ("in", plan.blocks_to_swap_in), ("copy", plan.blocks_to_copy)
+        ("out", plan.moves.swap_out), ("in", plan.moves.swap_in), ("copy", plan.moves.copy)
     ):  # fmt: skip
         if len(pairs):
             parts.append(f"{word} " + " ".join(f"{source}>{target}" for source, target in pairs))

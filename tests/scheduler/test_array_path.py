@@ -44,19 +44,20 @@ class WithoutShortcuts:
         self.context.__exit__(*args)
 
 
-def picture(engine, plan):
+def picture(engine, report):
     return (
-        plan.step,
-        plan.sequences,
-        plan.decode_rows.tolist(),
-        plan.blocks_to_swap_out,
-        plan.blocks_to_swap_in,
-        plan.blocks_to_copy,
-        plan.preempted,
-        plan.swapped_in,
-        plan.ignored,
-        plan.refusals,
-        {seq.request.request_id: engine.scheduler.kv.block_table(seq) for seq in plan.batch.running_sequences()},
+        report.plan.step,
+        report.details.ran,
+        report.plan.drafts.tolist(),
+        report.plan.moves,
+        report.preempted,
+        report.swapped_in,
+        report.ignored,
+        report.refusals,
+        {
+            seq.request.request_id: engine.scheduler.kv.block_table(seq)
+            for seq in engine.scheduler.batch.running_sequences()
+        },
     )
 
 
@@ -90,15 +91,15 @@ def test_same_plans(policy, order, mode, lookahead, pool, host, headroom, arriva
     def make():
         return ToyEngine(
             num_blocks=pool, block_size=4, num_host_blocks=host, policy=policy, order=order, preemption_mode=mode,
-            max_model_len=60, max_num_seqs=6, max_num_batched_tokens=6 * (1 + lookahead) + 8,
+            max_model_len=60, max_num_seqs=6, max_num_batched_tokens=14,
             num_lookahead_slots=lookahead, admission_headroom=headroom,
         )  # fmt: skip
 
     def step_both():
-        plan = short.step()
+        report = short.step()
         with WithoutShortcuts(patcher):
-            general_plan = general.step()
-        assert picture(short, plan) == picture(general, general_plan)
+            general_report = general.step()
+        assert picture(short, report) == picture(general, general_report)
 
     short, general = make(), make()
     for i, (length, max_tokens, n, priority, pause) in enumerate(arrivals):

@@ -23,7 +23,7 @@ class Fives:
     """A runner that decodes token 5 for everybody; the steps counted here decode only."""
 
     def execute(self, plan):
-        return StepResult((), np.full(len(plan.decode_rows), 5, dtype=np.int32))
+        return StepResult(np.full(len(plan.rows), 5, dtype=np.int32))
 
 
 def count_calls(function, *args) -> int:
@@ -58,7 +58,7 @@ def decoding(num_seqs: int, num_blocks: int, num_waiting: int = 0) -> Scheduler:
     for i in range(num_seqs + num_waiting):
         scheduler.add(toy_request(str(i), [(7 * i + k) % 50 for k in range(20)], max_tokens=100))
     plan = scheduler.schedule()
-    scheduler.update(plan, ToyRunner(num_blocks, BLOCK).execute(plan))
+    scheduler.update(plan, ToyRunner(num_blocks, BLOCK, max_model_len=200).execute(plan))
     return scheduler
 
 
@@ -92,7 +92,7 @@ def test_a_pressed_step_costs_by_the_victim(num_victims):
         while scheduler.batch.num_tokens[scheduler.batch.rows[0]] < 2 * BLOCK + 1:
             step(scheduler)
         pressed = count_calls(plan_into, plans, scheduler)
-        assert len(plans[-1].preempted) == num_victims
+        assert len(scheduler.report.preempted) == num_victims
         costs.append(pressed - calm)
     assert costs[1] <= costs[0] + 20
     assert costs[1] <= 150 * num_victims
@@ -103,7 +103,7 @@ def test_collect_visits_the_streams_that_got_a_token():
     costs = []
     for num_waiting in (0, 500):
         engine = Engine(
-            new_scheduler(8, 200), ToyRunner(200, BLOCK), OutputProcessor(Tokenizer(tokenizers.Tokenizer(vocabulary))),
+            new_scheduler(8, 200), ToyRunner(200, BLOCK, max_model_len=200), OutputProcessor(Tokenizer(tokenizers.Tokenizer(vocabulary))),
             VirtualClock(),
         )  # fmt: skip
         for i in range(8 + num_waiting):

@@ -16,7 +16,7 @@ def test_a_lone_request_that_fills_the_pool(policy):
     engine.add("a", prompt, max_tokens=100)
     assert engine.run()["a"] == toy_continuation(prompt, 12)
     assert engine.finished["a"].sequences[0].finish_reason == "length"
-    assert not any(plan.preempted for plan in engine.plans)
+    assert not any(report.preempted for report in engine.reports)
 
 
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
@@ -69,8 +69,8 @@ def test_endless_arrivals_under_phased_delay_decodes_by_a_bounded_time(limit):
     for i in range(400):
         # Requests of one token free their seat at once, so that prompts never run out.
         engine.add(f"new {i}", [i % 50] * 12, max_tokens=1)
-        plan = engine.step()
-        if len(plan.decode_rows):
+        report = engine.step()
+        if report.plan.num_decodes:
             gaps.append(gap)
             gap = 0
         else:
@@ -103,8 +103,8 @@ def test_the_victim_is_the_last_and_returns_to_its_place():
     victims = []
     expected = {name: toy_continuation([ord(name) % 50] * 3, 9) for name in "abcd"}
     while engine.scheduler.num_unfinished_requests:
-        plan = engine.step()
-        victims += [(p.request_id, p.for_request_id) for p in plan.preempted]
+        report = engine.step()
+        victims += [(p.request_id, p.for_request_id) for p in report.preempted]
         waiting = [r.request_id for r in engine.scheduler.waiting]
         assert waiting == sorted(waiting)
     assert victims[0][0] == "d"
@@ -119,10 +119,10 @@ def test_a_step_that_preempts_admits_nobody():
         engine.add(f"r{i}", [i] * 3, max_tokens=10)
     while engine.scheduler.num_unfinished_requests:
         first_in_line = {r.request_id for r in engine.scheduler.waiting}
-        plan = engine.step()
-        if plan.preempted:
-            assert not {s.request_id for s in plan.sequences} & first_in_line
-            assert plan.refusals[0].reason is WaitReason.PREEMPTION
+        report = engine.step()
+        if report.preempted:
+            assert not {s.request_id for s in engine.prefills(report)} & first_in_line
+            assert report.refusals[0].reason is WaitReason.PREEMPTION
 
 
 @pytest.mark.parametrize("policy", ["chunked", "three-phase", "prefill-first", "phased"])
@@ -137,14 +137,14 @@ def test_little_thrash_in_a_pool_for_three_of_24(policy, mode, headroom):
         engine.add(f"r{i}", [i] * (8 + i % 9), max_tokens=16 + i % 5)
     ran_since = {}
     while engine.scheduler.num_unfinished_requests:
-        plan = engine.step()
-        for p in plan.preempted:
+        report = engine.step()
+        for p in report.preempted:
             # Nobody is preempted before having run a step since its return.
             assert ran_since.get(p.request_id), p
             ran_since[p.request_id] = False
-        for s in plan.sequences:
+        for s in engine.prefills(report):
             ran_since[s.request_id] = True
-        for name in plan.swapped_in:
+        for name in report.swapped_in:
             ran_since[name] = True
     finished = engine.finished.values()
     assert sum(r.metrics.num_preemptions for r in finished) / len(finished) < 3
@@ -160,7 +160,7 @@ def test_recompute_after_a_hundred_outputs_in_chunks_of_eight():
     tokens = engine.run()
     assert tokens == {"old": toy_continuation([1, 2], 150), "young": toy_continuation([1, 2, 3], 150)}
     assert engine.finished["young"].metrics.num_preemptions == 1
-    counts = [s.count for plan in engine.plans for s in plan.sequences if s.request_id == "young" and s.start > 0]
+    counts = [s.count for s in engine.prefills() if s.request_id == "young" and s.start > 0]
     assert counts
     assert max(counts) <= 8
 
@@ -205,8 +205,8 @@ def test_waiting_is_explained():
     engine.add("a", [1] * 4, max_tokens=9)
     engine.add("b", [2] * 15, max_tokens=1)
     assert engine.step().refusals[0].reason is WaitReason.NO_BUDGET
-    plan = engine.step()
-    assert [(r.request_id, r.reason) for r in plan.refusals] == [("b", WaitReason.NO_BLOCKS)]
+    report = engine.step()
+    assert [(r.request_id, r.reason) for r in report.refusals] == [("b", WaitReason.NO_BLOCKS)]
 
 
 def test_the_same_arrivals_give_the_same_plans():
@@ -216,10 +216,7 @@ def test_the_same_arrivals_give_the_same_plans():
             engine.add(f"r{i}", [i % 7] * (1 + i * 11 % 30), max_tokens=1 + i * 3 % 15)
             engine.step()
         engine.run()
-        return [
-            (p.step, p.sequences, p.decode_rows.tolist(), p.preempted, p.refusals, p.num_batched_tokens)
-            for p in engine.plans
-        ]
+        return [(r.details.ran, r.preempted, r.refusals, r.plan.num_batched_tokens) for r in engine.reports]
 
     assert trace() == trace()
 
@@ -238,6 +235,6 @@ def test_the_toy_runner_notices_a_lost_block():
     engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32)
     engine.add("a", list(range(10)), max_tokens=8)
     engine.step()
-    tables = engine.scheduler.kv.block_tables
+    tables = engine.runner.table.block_tables
     tables[0, [0, 1]] = tables[0, [1, 0]]
     assert engine.run()["a"] != toy_continuation(range(10), 8)

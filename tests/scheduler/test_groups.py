@@ -17,26 +17,26 @@ def children(prompt, count, max_tokens, **kwargs):
 def test_the_prompt_is_computed_once_and_its_blocks_are_shared():
     engine = ToyEngine()
     engine.add("a", PROMPT, 12, n=4)
-    plan = engine.step()
-    assert [(s.count, s.num_samples) for s in plan.sequences] == [(10, 4)]
+    report = engine.step()
+    assert [(s.count, s.num_samples) for s in engine.prefills(report)] == [(10, 4)]
     kv = engine.scheduler.kv
     assert kv.pool.num_blocks - kv.num_available_blocks == 3
     assert kv.pool.ref_counts.max() == 4
-    plan = engine.step()
+    report = engine.step()
     # The third block is half full: three children copy it, the last one keeps it.
-    assert len(plan.blocks_to_copy) == 3
-    assert len({source for source, _ in plan.blocks_to_copy}) == 1
+    assert len(report.plan.moves.copy) == 3
+    assert len({source for source, _ in report.plan.moves.copy}) == 1
     assert kv.pool.num_blocks - kv.num_available_blocks == 6
     engine.run()
     assert engine.outputs("a") == children(PROMPT, 4, 12)
-    assert sum(s.count for p in engine.plans for s in p.sequences) == 10
+    assert sum(s.count for s in engine.prefills()) == 10
 
 
 def test_at_a_block_edge_nothing_is_copied():
     engine = ToyEngine()
     engine.add("a", PROMPT[:8], 12, n=3)
     engine.run()
-    assert not any(plan.blocks_to_copy for plan in engine.plans)
+    assert not any(plan.moves.copy for plan in engine.plans)
     assert engine.outputs("a") == children(PROMPT[:8], 3, 12)
 
 
@@ -77,11 +77,11 @@ def test_n_4_under_pressure(mode, policy, host):
     engine.run()
     for i in range(6):
         assert engine.outputs(f"r{i}") == children([*PROMPT, i], 4 if i % 2 else 1, 20)
-    modes = {p.mode.value for plan in engine.plans for p in plan.preempted}
+    modes = {p.mode.value for report in engine.reports for p in report.preempted}
     assert modes
     if mode == "recompute" or not host:
         assert modes == {"recompute"}
-    assert not any(plan.blocks_to_swap_in and plan.blocks_to_swap_out for plan in engine.plans)
+    assert not any(plan.moves.swap_in and plan.moves.swap_out for plan in engine.plans)
 
 
 def test_a_group_is_computed_again_with_its_prompt_once():
@@ -93,8 +93,9 @@ def test_a_group_is_computed_again_with_its_prompt_once():
     engine.run()
     assert engine.finished["group"].metrics.num_preemptions >= 1
     assert engine.outputs("group") == children([*PROMPT, *PROMPT], 4, 12)
-    preempted_in = next(plan.step for plan in engine.plans if plan.preempted)
-    starts = [s.start for p in engine.plans if p.step > preempted_in for s in p.sequences if s.request_id == "group"]
+    preempted_in = next(report.plan.step for report in engine.reports if report.preempted)
+    later = [s for report in engine.reports[preempted_in:] for s in engine.prefills(report)]
+    starts = [s.start for s in later if s.request_id == "group"]
     assert starts.count(0) == 1  # one child computes the prompt's full blocks, the others begin after them
 
 
@@ -126,7 +127,7 @@ def test_a_group_too_large_for_the_pool_ends_with_an_error_and_what_it_has():
     whole = children(PROMPT, 4, 38)
     assert all(out and out == w[: len(out)] for out, w in zip(engine.outputs("group"), whole, strict=True))
     assert engine.outputs("after") == children(PROMPT, 1, 5)
-    assert any("group" in plan.ignored for plan in engine.plans)
+    assert any("group" in report.ignored for report in engine.reports)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -156,43 +157,55 @@ def test_beams_survive_preemption(mode):
     assert sum(r.metrics.num_preemptions for r in engine.finished.values())
 
 
-def test_lookahead_is_reserved_used_and_given_back():
+def test_drafts_are_checked_and_their_blocks_given_back():
     engine = ToyEngine(num_lookahead_slots=5, max_num_batched_tokens=48)
     engine.add("a", PROMPT, 40)
     engine.add("b", [*PROMPT, 1], 40, n=2)
     kv = engine.scheduler.kv
     steps = 0
     while engine.scheduler.num_unfinished_requests:
-        engine.scheduler.set_num_lookahead_slots([5, 0, 2][steps % 3])
-        plan = engine.step()
+        engine.step()
         steps += 1
-        assert plan.num_lookahead_slots == [5, 0, 2][(steps - 1) % 3]
         for seq in engine.scheduler.batch.running_sequences():
-            # What was reserved and not used is free again: no block beyond the known tokens.
-            assert (
-                len(kv.block_table(seq)) == kv.blocks_for(seq.num_tokens)
-                or seq.num_output_tokens == 0
-                or (len(kv.block_table(seq)) == kv.blocks_for(seq.num_tokens - 1))
-            )
+            # What drafts took and did not fill is free again: no block beyond the known tokens.
+            assert len(kv.block_table(seq)) <= kv.blocks_for(seq.num_tokens)
     assert engine.outputs("a") == children(PROMPT, 1, 40)
     assert engine.outputs("b") == children([*PROMPT, 1], 2, 40)
     assert steps < 40  # drafts were accepted
+    assert sum(len(plan.drafts) for plan in engine.plans) > 60
 
 
-def test_lookahead_counts_as_tokens():
-    from treadle.errors import ConfigError
-
-    with pytest.raises(ConfigError, match=r"max_num_seqs \(8\) times 1 \+ num_lookahead_slots \(4\).*got 31"):
-        ToyEngine(num_lookahead_slots=3, max_num_batched_tokens=31)
-    engine = ToyEngine(num_lookahead_slots=3, max_num_batched_tokens=32)
-    with pytest.raises(ConfigError, match="must be 0 to 3, as set at the start; got 4"):
-        engine.scheduler.set_num_lookahead_slots(4)
-    engine.add("a", PROMPT, 8)
+def test_drafts_count_as_tokens():
+    engine = ToyEngine(num_lookahead_slots=3, max_num_batched_tokens=8)
+    engine.add("a", PROMPT[:4], 8)
     engine.step()
-    assert engine.step().num_batched_tokens == 4
+    assert engine.step().plan.counts.tolist() == [4]
+    engine.add("b", PROMPT, 8)
+    report = engine.step()
+    assert report.plan.num_batched_tokens == 8
 
 
-@pytest.mark.parametrize("direction", ["blocks_to_swap_out", "blocks_to_swap_in"])
+@pytest.mark.parametrize("num_blocks", [4, 5, 9])
+def test_drafts_never_end_or_preempt_a_request_that_fits_without_them(num_blocks):
+    """The pool is full to the last block with what each request needs by itself."""
+    engine = ToyEngine(
+        num_blocks=num_blocks, block_size=B, num_lookahead_slots=5, max_num_batched_tokens=48, max_num_seqs=2,
+        admission_headroom=0, enable_prefix_caching=False,
+    )  # fmt: skip
+    longest = num_blocks * B
+    engine.add("whole pool", PROMPT, longest - len(PROMPT))
+    engine.run()
+    assert engine.outputs("whole pool") == children(PROMPT, 1, longest - len(PROMPT))
+    half = num_blocks // 2 * B
+    for name in "ab":
+        engine.add(name, [1, 2, ord(name) % 50], half - 3)
+    engine.run()
+    for name in "ab":
+        assert engine.outputs(name) == children([1, 2, ord(name) % 50], 1, half - 3)
+    assert not any(report.preempted or report.ignored for report in engine.reports)
+
+
+@pytest.mark.parametrize("direction", ["swap_out", "swap_in"])
 def test_a_failed_step_fails_its_requests_and_computes_the_swapped_again(direction):
     engine = ToyEngine(
         num_blocks=20,
@@ -207,15 +220,15 @@ def test_a_failed_step_fails_its_requests_and_computes_the_swapped_again(directi
     failed = swapped = None
     while engine.scheduler.num_unfinished_requests:
         plan = engine.scheduler.schedule()
-        if failed is None and getattr(plan, direction):
-            ran = [s.request_id for s in plan.sequences]
-            ran += [seq.request.request_id for seq in plan.batch.sequences[plan.decode_rows]]
-            swapped = {p.request_id for p in plan.preempted} | set(plan.swapped_in)
+        report = engine.scheduler.report
+        if failed is None and getattr(plan.moves, direction):
+            ran = [s.request_id for s in report.details.ran]
+            swapped = {p.request_id for p in report.preempted} | set(report.swapped_in)
             failed = set(ran) - swapped
             # The runner may have done a part of the step: the blocks that it was to move hold anything.
-            for _, target in plan.blocks_to_swap_in:
+            for _, target in plan.moves.swap_in:
                 engine.runner.slots[target] = -1
-            for _, target in plan.blocks_to_swap_out:
+            for _, target in plan.moves.swap_out:
                 engine.runner.host_slots[target] = -1
             engine.scheduler.fail(plan, "broken")
         else:
@@ -223,7 +236,7 @@ def test_a_failed_step_fails_its_requests_and_computes_the_swapped_again(directi
         check_invariants(engine.scheduler)
         engine.collect()
     assert swapped
-    assert failed or direction == "blocks_to_swap_in"
+    assert failed or direction == "swap_in"
     for i in range(6):
         name, whole = f"r{i}", children([*PROMPT, i], 1 + i % 2, 20)
         if name in failed:

@@ -15,7 +15,7 @@ ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline"]
 
 
 def order_of_starts(engine):
-    return list(dict.fromkeys(s.request_id for plan in engine.plans for s in plan.sequences))
+    return list(dict.fromkeys(s.request_id for s in engine.prefills()))
 
 
 def test_priority_goes_first_and_equals_in_order_of_arrival():
@@ -76,10 +76,10 @@ def test_a_better_priority_displaces_five_at_once():
         engine.step()
     assert len(engine.scheduler.batch) == 5
     engine.add("high", list(range(50)) + list(range(20)), 6, priority=0)
-    plan = engine.step()
-    assert [p.request_id for p in plan.preempted] == [f"low {i}" for i in (4, 3, 2, 1, 0)]
-    assert {p.for_request_id for p in plan.preempted} == {"high"}
-    assert [s.request_id for s in plan.sequences][:1] == ["high"]
+    report = engine.step()
+    assert [p.request_id for p in report.preempted] == [f"low {i}" for i in (4, 3, 2, 1, 0)]
+    assert {p.for_request_id for p in report.preempted} == {"high"}
+    assert [s.request_id for s in engine.prefills(report)][:1] == ["high"]
     engine.run()
     assert engine.outputs("high") == [toy_continuation([*range(50), *range(20)], 6)]
     for i in range(5):
@@ -94,8 +94,8 @@ def test_equal_priorities_never_displace_each_other(policy):
         engine.step()
     engine.run()
     # Whoever fell gave way to somebody before it, in a decode; nobody to somebody who waited.
-    for plan in engine.plans:
-        assert all(int(p.request_id[1:]) >= int(p.for_request_id[1:]) for p in plan.preempted)
+    for report in engine.reports:
+        assert all(int(p.request_id[1:]) >= int(p.for_request_id[1:]) for p in report.preempted)
 
 
 def test_without_the_order_priority_nobody_is_displaced():
@@ -104,7 +104,7 @@ def test_without_the_order_priority_nobody_is_displaced():
     engine.step()
     engine.add("high", [2] * 20, 5, priority=0)
     engine.run()
-    assert not any(plan.preempted for plan in engine.plans)
+    assert not any(report.preempted for report in engine.reports)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -152,9 +152,9 @@ def test_adapters_are_capped_and_passed_over_and_keep_their_place():
     engine.add("two", [1, 2], 5, lora=lora(2))
     engine.add("base", [1, 2], 5)
     engine.add("one again", [1, 2], 5, lora=lora(1))
-    plan = engine.step()
-    assert [s.request_id for s in plan.sequences] == ["one", "base", "one again"]
-    assert [(r.request_id, r.reason) for r in plan.refusals] == [("two", WaitReason.ADAPTER)]
+    report = engine.step()
+    assert [s.request_id for s in engine.prefills(report)] == ["one", "base", "one again"]
+    assert [(r.request_id, r.reason) for r in report.refusals] == [("two", WaitReason.ADAPTER)]
     engine.run()
     assert order_of_starts(engine)[-1] == "two"
     for name, adapter, count in [("one", 1, 10), ("two", 2, 5), ("base", 0, 5), ("one again", 1, 5)]:

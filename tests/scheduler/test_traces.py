@@ -20,7 +20,7 @@ PROMPTS = st.one_of(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """add, step, abort and changes of the lookahead in any order, on pools from roomy to barely enough for one."""
+    """add, step and abort in any order, with and without drafts, on pools from roomy to barely enough for one."""
 
     @initialize(
         policy=st.sampled_from(POLICIES),
@@ -42,9 +42,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, policy, order, mode, block_size, max_num_seqs, extra_budget, prefix_caching, headroom, pool, host,
         limit, lookahead, max_loras, age_limit_s,
     ):  # fmt: skip
-        needed = -(-(MAX_MODEL_LEN + lookahead) // block_size)
+        needed = -(-MAX_MODEL_LEN // block_size)
         self.max_num_seqs = max_num_seqs
-        self.lookahead = lookahead
         self.engine = ToyEngine(
             num_blocks=int(needed * pool),
             num_host_blocks=int(needed * host),
@@ -55,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_mode=mode,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs * (1 + lookahead) + extra_budget,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
             admission_headroom=headroom,
             max_consecutive_prefills=limit,
             num_lookahead_slots=lookahead,
@@ -102,10 +101,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             if self.engine.scheduler.num_unfinished_requests:
                 self.engine.step()
-
-    @rule(share=st.sampled_from([0.0, 0.5, 1.0]))
-    def change_lookahead(self, share):
-        self.engine.scheduler.set_num_lookahead_slots(int(self.lookahead * share))
 
     @precondition(lambda self: self.engine.scheduler.num_unfinished_requests)
     @rule(data=st.data(), while_executing=st.booleans())

@@ -46,14 +46,7 @@ def test_readers_come_lag_and_catch_up(monkeypatch):
     engine.observers.append(feed)
     at_last_plan = {}
 
-    class Look:
-        def on_schedule(self, plan):
-            at_last_plan.update(plain_look(scheduler))
-
-        def on_update(self, plan, finished):
-            pass
-
-    engine.observers.append(Look())
+    engine.on_planned.append(lambda report: at_last_plan.update(plain_look(scheduler)))
     names = set()
 
     def run(count):

@@ -11,12 +11,19 @@ from treadle.runner import KVStorage, ModelRunner
 from treadle.runner.native_backend import NativeBackend, NativeKVStorage
 from treadle.runner.torch_backend import TorchBackend
 from treadle.scheduler import Scheduler
+from treadle.text.grammar import GrammarCompiler
 from treadle.text.input_processor import InputProcessor, RequestOptions
 from treadle.text.output_processor import OutputProcessor
 
 
 class TestEngine:
-    """An engine on given weights, that checks its invariants in every step."""
+    """An engine on given weights, that checks its invariants in every step.
+
+    Args:
+        loaded, model: what computes.
+        runner: wraps the runner.
+        child: another process that runs the steps, see child_runner.
+    """
 
     __test__ = False
 
@@ -30,6 +37,7 @@ class TestEngine:
         enable_prefix_caching=True,
         num_host_blocks=0,
         runner=None,
+        child=None,
         int8_kv=False,
         threads=2,
         **scheduler,
@@ -44,25 +52,32 @@ class TestEngine:
         )
         clock = SystemClock()
         self.scheduler = Scheduler(SchedulerConfig(**scheduler), cache, clock)
-        self.runner = ModelRunner(make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads))
-        if runner is not None:
-            self.runner = runner(self.runner)
         limits = RequestLimits(max_model_len=scheduler["max_model_len"], vocab_size=model.config.vocab_size)
         self.inputs = InputProcessor(loaded.tokenizer, limits, loaded.eos_token_ids)
-        self.plans = []
+        shape = {
+            "num_blocks": num_blocks, "num_host_blocks": num_host_blocks, "block_size": block_size,
+            "int8_kv": int8_kv, "threads": threads, "max_num_seqs": scheduler["max_num_seqs"],
+            "max_model_len": scheduler["max_model_len"],
+        }  # fmt: skip
+        self.runner = make_runner(loaded, model, **shape) if child is None else child.runner(**shape)
+        if runner is not None:
+            self.runner = runner(self.runner)
+        self.reports = []
         self.engine = Engine(
             self.scheduler, self.runner, OutputProcessor(loaded.tokenizer), clock, [self], check_invariants=True
         )
 
-    def on_schedule(self, plan):
-        self.plans.append(plan)
+    def on_step(self, report, outputs, finished):
+        if report is not None:
+            self.reports.append(report)
 
-    def on_update(self, plan, finished):
-        pass
+    @property
+    def plans(self):
+        return [report.plan for report in self.reports]
 
     @property
     def preemptions(self):
-        return [preemption for plan in self.plans for preemption in plan.preempted]
+        return [preemption for report in self.reports for preemption in report.preempted]
 
     def add(self, name, prompt, params, *, stream=False, **options):
         (request,) = self.inputs.make_requests(
@@ -89,6 +104,19 @@ class TestEngine:
             self.add(str(i), list(prompt), params)
         results = self.run(on_step)
         return [results[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+
+
+def make_runner(
+    loaded, model, *, num_blocks, num_host_blocks, block_size, int8_kv, threads, max_num_seqs, max_model_len
+):
+    """A runner that has seen no plan; it compiles grammars for itself."""
+    grammars = GrammarCompiler(loaded.tokenizer, model.config.vocab_size, loaded.eos_token_ids)
+    return ModelRunner(
+        make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        find_grammar=grammars.find,
+    )
 
 
 def make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads):

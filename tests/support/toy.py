@@ -3,9 +3,10 @@
 Any block lost, shared wrongly, written twice or read before it is written changes the tokens, so equality
 with `toy_continuation`, which knows no blocks, shows that scheduler and cache kept every token in place. The
 adapter and the number of the sequence are mixed into the hash; swaps and copies move the toy's blocks as a
-real runner's; a toy drafter guesses tokens into the lookahead slots.
+real runner's; a toy drafter proposes tokens, of which some are right.
 """
 
+import pickle
 import zlib
 
 import numpy as np
@@ -13,13 +14,12 @@ import numpy as np
 from treadle.clock import VirtualClock
 from treadle.config import CacheConfig, SchedulerConfig
 from treadle.request import Request
+from treadle.runner.row_table import RowTable
 from treadle.sampling_params import SamplingParams
-from treadle.scheduler import Scheduler, SequenceResult, StepPlan, StepResult, check_invariants
+from treadle.scheduler import Scheduler, StepPlan, StepReport, StepResult, check_invariants
 
 VOCAB_SIZE = 50
 NEVER_WRITTEN = -7
-REJECTED = -9
-"""What a wrong draft leaves in a lookahead slot."""
 
 
 def toy_hash(history, *salt) -> int:
@@ -47,75 +47,112 @@ def toy_continuation(prompt, max_tokens, stop_ids=frozenset(), max_model_len=10*
 
 
 class ToyRunner:
-    """Keeps the token ids where a real runner keeps keys and values."""
+    """Keeps the token ids where a real runner keeps keys and values, and knows only what plans tell it.
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    Args:
+        max_num_seqs, max_model_len: of the scheduler.
+        drafts: how many tokens it proposes for each decoding sequence; some are right, some are wrong.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, max_num_seqs=256, max_model_len=None,
+        drafts=0,
+    ) -> None:  # fmt: skip
         self.block_size = block_size
         self.slots = np.full((num_blocks, block_size), NEVER_WRITTEN, dtype=np.int32)
         self.host_slots = np.full((num_host_blocks, block_size), NEVER_WRITTEN, dtype=np.int32)
+        self.table = RowTable(max_num_seqs, max_model_len or num_blocks * block_size, block_size)
+        self.drafts = drafts
 
     def execute(self, plan: StepPlan) -> StepResult:
-        for device, host in plan.blocks_to_swap_out:
+        pickled = pickle.dumps(plan)
+        assert b"treadle.request" not in pickled, "a plan holds something that lives"
+        plan = pickle.loads(pickled)  # as if the runner were in another process
+        table = self.table
+        table.take(plan)
+        for device, host in plan.moves.swap_out:
             self.host_slots[host] = self.slots[device]
-        for host, device in plan.blocks_to_swap_in:
+        for host, device in plan.moves.swap_in:
             self.slots[device] = self.host_slots[host]
-        for source, target in plan.blocks_to_copy:
+        for source, target in plan.moves.copy:
             self.slots[target] = self.slots[source]
         # As on a real runner, the step's tokens are all written before any of them is read.
-        for s in plan.sequences:
-            for position in range(s.start, s.start + s.count):
-                self._write(plan, s.row, position, int(plan.batch.token_ids[s.row, position]))
-        for row in plan.decode_rows.tolist():
-            position = int(plan.batch.num_computed_tokens[row])
-            self._write(plan, row, position, int(plan.batch.token_ids[row, position]))
-        sequences = tuple(self._answer(plan, s) for s in plan.sequences)
-        k = plan.num_lookahead_slots
-        decodes = np.zeros((len(plan.decode_rows), 1 + k), dtype=np.int32)
-        accepted = np.ones(len(plan.decode_rows), dtype=np.int32)
-        for i, row in enumerate(plan.decode_rows.tolist()):
-            tokens = self._speculate(plan, row, k)
-            decodes[i, : len(tokens)] = tokens
-            accepted[i] = len(tokens)
-        if not k:
-            return StepResult(sequences, decodes[:, 0])
-        return StepResult(sequences, decodes, accepted)
+        drafts = iter(plan.drafts.tolist())
+        written = []
+        for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+            known = table.token_ids[row, start : min(start + count, table.num_tokens[row])].tolist()
+            tokens = known + [next(drafts) for _ in range(count - len(known))]
+            for i, token in enumerate(tokens):
+                self._write(row, start + i, token)
+            written.append(tokens)
+        token_ids, accepted, candidates, sampled = [], [], {}, []
+        for i, row in enumerate(plan.rows.tolist()):
+            length = int(plan.starts[i] + plan.counts[i])
+            if plan.candidates is not None and plan.candidates[i]:
+                history, adapter = self._history(row, length), int(table.adapter_ids[row])
+                candidates[i] = tuple(toy_candidates(history, int(plan.candidates[i]), adapter))
+            elif plan.num_prefills <= i < plan.num_prefills + plan.num_decodes:
+                tokens = self._accept(row, int(plan.starts[i]), written[i][1:])
+                token_ids += tokens
+                accepted.append(len(tokens))
+                self._note(row, tokens)
+                sampled.append(row)
+            elif plan.samples[i]:
+                own = table.sampling.sequence_index[row]
+                indices = range(plan.samples[i]) if plan.samples[i] > 1 else [own]
+                tokens = [self._sample(row, length, index) for index in indices]
+                token_ids += tokens
+                self._note(row, tokens[:1])
+                sampled.append(row)
+        return StepResult(
+            np.array(token_ids, dtype=np.int32),
+            num_accepted=np.array(accepted, dtype=np.int32) if len(plan.drafts) else None,
+            candidates=candidates,
+            drafts={row: self._propose(row) for row in sampled} if self.drafts else {},
+        )
 
-    def _answer(self, plan, s):
-        length = s.start + s.count
-        if s.num_candidates:
-            history, adapter = self._history(plan, s.row, length), int(plan.batch.adapter_ids[s.row])
-            return SequenceResult(candidates=tuple(toy_candidates(history, s.num_candidates, adapter)))
-        if s.num_samples == 1:
-            return SequenceResult((self._sample(plan, s.row, length),))
-        return SequenceResult(tuple(self._sample(plan, s.row, length, i) for i in range(s.num_samples)))
+    def _note(self, row, tokens):
+        for token in tokens:
+            if self.table.num_tokens[row] < self.table.token_ids.shape[1]:
+                self.table.append(np.array([row]), np.array([token]))
 
-    def _speculate(self, plan, row, k):
-        """The next token, and as many drafts after it as happen to be right."""
-        position = int(plan.batch.num_computed_tokens[row])
-        tokens = [self._sample(plan, row, position + 1)]
-        num_right = toy_hash([position], row) % (k + 1)
-        for i in range(k):
-            is_right = i < num_right
-            self._write(plan, row, position + 1 + i, tokens[-1] if is_right else REJECTED)
-            if is_right:
-                tokens.append(self._sample(plan, row, position + 2 + i))
+    def _accept(self, row, start, drafts):
+        """The next token, and further ones as long as the drafts are right."""
+        tokens = [self._sample(row, start + 1)]
+        for i, draft in enumerate(drafts):
+            if draft != tokens[-1]:
+                break
+            tokens.append(self._sample(row, start + 2 + i))
         return tokens
 
-    def _write(self, plan, row, position, token):
-        block = plan.block_tables[row, position // self.block_size]
+    def _propose(self, row):
+        """Guesses at the next tokens, of which the first few happen to be right."""
+        table = self.table
+        tokens = table.token_ids[row, : table.num_tokens[row]].tolist()
+        num_right = toy_hash(tokens, 3) % (self.drafts + 1)
+        guesses = []
+        for i in range(self.drafts):
+            token = toy_next_token([*tokens, *guesses], int(table.adapter_ids[row]), self._index(row))
+            guesses.append(token if i < num_right else (token + 1) % VOCAB_SIZE)
+        return np.array(guesses, dtype=np.int32)
+
+    def _write(self, row, position, token):
+        block = self.table.block_tables[row, position // self.block_size]
         self.slots[block, position % self.block_size] = token
 
-    def _history(self, plan, row, length):
-        blocks = plan.block_tables[row, : -(-length // self.block_size)]
+    def _history(self, row, length):
+        blocks = self.table.block_tables[row, : -(-length // self.block_size)]
         history = self.slots[blocks].reshape(-1)[:length]
         assert (history >= 0).all(), "a slot was read before it was written"
         return history
 
-    def _sample(self, plan, row, length, index=None):
-        seq = plan.batch.sequences[row]
-        history = self._history(plan, row, length)
-        assert seq.request.sampling_params.use_beam_search is False
-        return toy_next_token(history, int(plan.batch.adapter_ids[row]), seq.index if index is None else index)
+    def _index(self, row):
+        return int(self.table.sampling.sequence_index[row])
+
+    def _sample(self, row, length, index=None):
+        history = self._history(row, length)
+        adapter = int(self.table.adapter_ids[row])
+        return toy_next_token(history, adapter, self._index(row) if index is None else int(index))
 
 
 def toy_request(request_id, prompt, max_tokens=16, stop_ids=(), n=1, params=None, **kwargs) -> Request:
@@ -131,8 +168,7 @@ class ToyEngine:
     def __init__(
         self, *, num_blocks=64, block_size=4, num_host_blocks=0, enable_prefix_caching=True, **scheduler
     ) -> None:
-        lookahead = scheduler.get("num_lookahead_slots", 0)
-        scheduler.setdefault("max_model_len", num_blocks * block_size - lookahead)
+        scheduler.setdefault("max_model_len", num_blocks * block_size)
         scheduler.setdefault("max_num_seqs", 8)
         scheduler.setdefault("max_num_batched_tokens", 16)
         if scheduler.get("policy") in ("three-phase", "prefill-first"):
@@ -148,9 +184,19 @@ class ToyEngine:
             ),
             self.clock,
         )
-        self.runner = ToyRunner(num_blocks, block_size, num_host_blocks)
+        self.scheduler.wants_details = True
+        self.runner = ToyRunner(
+            num_blocks,
+            block_size,
+            num_host_blocks,
+            max_num_seqs=scheduler["max_num_seqs"],
+            max_model_len=scheduler["max_model_len"],
+            drafts=scheduler.get("num_lookahead_slots", 0),
+        )
+        self.reports: list[StepReport] = []
         self.plans: list[StepPlan] = []
         self.observers = []
+        self.on_planned = []  # called with each step's report before it runs
         self.finished: dict[str, Request] = {}
 
     def add(self, *args, **kwargs) -> Request:
@@ -158,21 +204,33 @@ class ToyEngine:
         self.scheduler.add(request)
         return request
 
-    def step(self, before_update=lambda plan: None) -> StepPlan:
+    def step(self, before_update=lambda plan: None) -> StepReport:
         plan = self.scheduler.schedule()
         check_invariants(self.scheduler, plan)
-        for observer in self.observers:
-            observer.on_schedule(plan)
+        report = self.scheduler.report
+        for look in self.on_planned:
+            look(report)
         result = self.runner.execute(plan)
         before_update(plan)
-        self.scheduler.update(plan, result)
+        outputs = self.scheduler.update(plan, result)
         self.clock.advance(1.0)
         check_invariants(self.scheduler)
         self.plans.append(plan)
+        self.reports.append(report)
         finished = self.collect()
         for observer in self.observers:
-            observer.on_update(plan, finished)
-        return plan
+            observer.on_step(report, outputs, finished)
+        return report
+
+    @property
+    def report(self) -> StepReport:
+        """Of the latest step."""
+        return self.reports[-1]
+
+    def prefills(self, report=None):
+        """What the latest step, or all, computed of known tokens, in the plan's order."""
+        reports = self.reports if report is None else [report]
+        return [s for r in reports for s in r.details.ran[: r.plan.num_prefills]]
 
     def collect(self) -> list[Request]:
         finished = self.scheduler.take_finished()

@@ -6,14 +6,14 @@ Answers go to standard output; everything else goes to standard error.
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from treadle.cli.options import engine_options, sampling_options
 from treadle.engine_config import EngineConfig
 from treadle.request import Request
 from treadle.sampling_params import SamplingParams
-from treadle.scheduler import Scheduler, StepPlan
+from treadle.scheduler import Scheduler, StepOutputs, StepReport
 
 if TYPE_CHECKING:
     from treadle import LLM
@@ -92,19 +92,17 @@ class RunStats:
         self._first_token_s: list[float] = []
         self._num_cached_tokens = 0
 
-    def on_schedule(self, plan: StepPlan) -> None:
-        """Count a step's work."""
-        self._num_steps += 1
-        self._num_prompt_tokens += sum(s.count for s in plan.sequences if s.is_prefill)
-        self._num_output_tokens += len(plan.decode_rows) + sum(s.num_samples for s in plan.sequences)
-        self._num_preemptions += len(plan.preempted)
-        pool = self._scheduler.kv.pool
-        self._peak_blocks = max(self._peak_blocks, pool.num_blocks - pool.num_available)
-
-    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
-        """Note the times of those who ended."""
+    def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
+        """Count a step's work, and note the times of the requests that ended."""
+        if report is not None:
+            self._num_steps += 1
+            self._num_preemptions += len(report.preempted)
+            self._peak_blocks = max(self._peak_blocks, report.num_used_blocks)
+        if outputs is not None:
+            self._num_prompt_tokens += outputs.num_prompt_tokens + outputs.num_recomputed_tokens
+            self._num_output_tokens += outputs.num_generated_tokens
+            self._num_cached_tokens += outputs.num_cached_tokens
         for request in finished:
-            self._num_cached_tokens += request.metrics.num_cached_tokens
             if request.metrics.time_to_first_token is not None:
                 self._first_token_s.append(request.metrics.time_to_first_token)
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         prompts = [llm.render_chat([*system, {"role": "user", "content": prompt}]) for prompt in prompts]
-    stats, steps = RunStats(llm.engine.scheduler), StepTableObserver(llm.engine.scheduler)
+    stats, steps = RunStats(llm.engine.scheduler), StepTableObserver()
     llm.engine.add_observer(stats)
     if args.steps:
         llm.engine.add_observer(steps)

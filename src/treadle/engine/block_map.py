@@ -5,10 +5,7 @@ from typing import Any
 import numpy as np
 
 from treadle.request import IntArray
-from treadle.scheduler import Scheduler
-
-FREE, CACHED = -2, -1
-"""In place of a request's number: a block with nothing in it, and one that only the prefix cache knows."""
+from treadle.scheduler.report import CACHED, FREE, BlockHolders
 
 BlockChanges = dict[str, Any]
 """Blocks by what they have become: {free, cached: runs; held, shared: request → runs}, with runs as
@@ -22,55 +19,34 @@ class BlockMap:
     """Compares the blocks of the device tier with what they were when it last looked.
 
     Args:
-        scheduler: whose pool it is.
+        num_blocks: of the tier.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._holders: IntArray = np.full(scheduler.kv.pool.num_blocks, FREE, dtype=np.int32)
-        self._is_shared = np.zeros(scheduler.kv.pool.num_blocks, dtype=np.bool_)
-        self._names: dict[int, str] = {}
+    def __init__(self, num_blocks: int) -> None:
+        holders: IntArray = np.full(num_blocks, FREE, dtype=np.int32)
+        self._now = BlockHolders(holders, np.zeros(num_blocks, dtype=np.bool_), {})
 
-    def changes(self) -> BlockChanges:
+    def changes(self, now: BlockHolders) -> BlockChanges:
         """What has changed since the last call."""
-        holders, is_shared = self._holders, self._is_shared
-        self._look()
-        return self._describe(np.flatnonzero((holders != self._holders) | (is_shared != self._is_shared)))
+        before, self._now = self._now, now
+        return self._describe(np.flatnonzero((before.holders != now.holders) | (before.is_shared != now.is_shared)))
 
     def everything(self) -> BlockChanges:
         """All blocks but the free ones, as they were at the last look."""
-        return self._describe(np.flatnonzero(self._holders != FREE))
-
-    def _look(self) -> None:
-        scheduler, kv = self._scheduler, self._scheduler.kv
-        rows = scheduler.batch.rows
-        numbers = np.array([seq.request.arrival_number for seq in scheduler.batch.sequences[rows]], dtype=np.int32)
-        holders = np.where(self._holders == CACHED, CACHED, FREE).astype(np.int32)
-        was_held = self._holders >= 0
-        for block in np.flatnonzero(was_held & (kv.pool.ref_counts == 0)).tolist():
-            holders[block] = CACHED if kv.pool.is_cached_idle(block) else FREE
-        holders[kv.pool.ref_counts > 0] = FREE
-        if int((holders == CACHED).sum()) != kv.pool.num_cached_idle:
-            # Blocks that came and went within the planning of one step.
-            for block in np.flatnonzero(kv.pool.ref_counts == 0).tolist():
-                holders[block] = CACHED if kv.pool.is_cached_idle(block) else FREE
-        for row, number in zip(rows[::-1].tolist(), numbers[::-1].tolist(), strict=True):
-            holders[kv.block_tables[row, : kv.num_blocks[row]]] = number
-        self._holders, self._is_shared = holders, kv.pool.ref_counts > 1
-        self._names = {seq.request.arrival_number: seq.request.request_id for seq in scheduler.batch.sequences[rows]}
+        return self._describe(np.flatnonzero(self._now.holders != FREE))
 
     def _describe(self, blocks: IntArray | np.ndarray[Any, Any]) -> BlockChanges:
         """The given blocks, by what they are now."""
         changes: BlockChanges = {}
-        holders = self._holders[blocks]
+        holders = self._now.holders[blocks]
         for name, code in (("free", FREE), ("cached", CACHED)):
             if (holders == code).any():
                 changes[name] = runs(blocks[holders == code])
         for name, shared in (("held", False), ("shared", True)):
-            chosen = (holders >= 0) & (self._is_shared[blocks] == shared)
+            chosen = (holders >= 0) & (self._now.is_shared[blocks] == shared)
             if chosen.any():
                 numbers = np.unique(holders[chosen]).tolist()
-                changes[name] = {self._names[n]: runs(blocks[chosen & (holders == n)]) for n in numbers}
+                changes[name] = {self._now.names[n]: runs(blocks[chosen & (holders == n)]) for n in numbers}
         return changes
 
 

@@ -1,16 +1,17 @@
 """The engine: one step is schedule → execute → update, then tokens become answers."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from treadle.clock import Clock
-from treadle.engine.observers import StepObserver
+from treadle.engine.observers import Observer
 from treadle.engine.runner import Runner
 from treadle.errors import InvalidRequestError
 from treadle.outputs import RequestOutput
-from treadle.request import FinishReason, Request, Sequence
-from treadle.scheduler import Scheduler, StepOutputs, StepPlan, check_invariants
+from treadle.request import FinishReason, Request
+from treadle.request import Sequence as TokenSequence
+from treadle.scheduler import Scheduler, StepOutputs, StepPlan, StepReport, check_invariants
 
 logger = logging.getLogger("treadle")
 
@@ -22,7 +23,7 @@ class OutputProcessor(Protocol):
         """Start to follow `request`."""
         ...
 
-    def process(self, outputs: StepOutputs) -> list[tuple[Sequence, str]]:
+    def process(self, outputs: StepOutputs) -> list[tuple[TokenSequence, str]]:
         """Take a step's tokens; returns (sequence, stop string) for sequences that have met one."""
         ...
 
@@ -49,7 +50,7 @@ class Engine:
         runner: Runner,
         output_processor: OutputProcessor,
         clock: Clock,
-        observers: Iterable[StepObserver] = (),
+        observers: Iterable[Observer] = (),
         check_invariants: bool = False,
     ) -> None:
         self.scheduler = scheduler
@@ -65,9 +66,13 @@ class Engine:
         """Whether another step has something to do or to deliver."""
         return self.scheduler.num_unfinished_requests > 0 or self.scheduler.has_undelivered_requests
 
-    def add_observer(self, observer: StepObserver) -> None:
+    def add_observer(self, observer: Observer) -> None:
         """Show every further step to `observer`."""
         self._observers.append(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Show no further step to `observer`."""
+        self._observers = [other for other in self._observers if other is not observer]
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
         """Queue `request`; InvalidRequestError if it cannot be served, Overloaded if the queue is full.
@@ -101,29 +106,39 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs that it made due."""
         scheduler = self.scheduler
-        plan = None
+        report: StepReport | None = None
+        outputs: StepOutputs | None = None
         if scheduler.num_unfinished_requests:
+            scheduler.wants_details = any(getattr(observer, "wants_details", False) for observer in self._observers)
             plan = scheduler.schedule()
+            report = scheduler.report
             if self._check_invariants:
                 check_invariants(scheduler, plan)
-            for observer in self._observers:
-                observer.on_schedule(plan)
-            self._run(plan)
+            outputs = self._run(plan)
             self.num_steps += 1
         finished = scheduler.take_finished()
-        if plan is not None:
-            for observer in self._observers:
-                observer.on_update(plan, finished)
+        if report is not None or finished:
+            self._show(report, outputs, finished)
         return self._output_processor.collect(finished)
 
-    def _run(self, plan: StepPlan) -> None:
+    def _show(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
+        """Tell the observers; one that raises is not asked again."""
+        for observer in tuple(self._observers):
+            try:
+                observer.on_step(report, outputs, finished)
+            except Exception:
+                logger.exception("the observer %r failed and is removed", observer)
+                self.remove_observer(observer)
+
+    def _run(self, plan: StepPlan) -> StepOutputs | None:
+        """Run a step; returns what it changed, or None if it failed."""
         try:
             result = self._runner.execute(plan)
         except Exception as error:
-            # The step's requests end here; everybody else goes on.
+            # The step's requests end here; the others are not affected.
             logger.exception("step %d failed; its requests end with an error", plan.step)
             self.scheduler.fail(plan, f"EngineError: step {plan.step} failed: {error!r}")
-            return
+            return None
         except BaseException:
             # Ctrl-C within a step: what it computed is unknown, so its requests cannot go on.
             self.scheduler.fail(plan, f"EngineError: step {plan.step} was interrupted")
@@ -133,3 +148,4 @@ class Engine:
             self.scheduler.finish_sequence(seq, FinishReason.STOP, stop_string)
         if self._check_invariants:
             check_invariants(self.scheduler)
+        return outputs

@@ -1,25 +1,30 @@
-"""Who wants to see steps. With no observer a step pays nothing for them."""
+"""What watches steps. Without an observer a step pays nothing for it."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
 from treadle.clock import Clock
 from treadle.request import Request
-from treadle.scheduler import Scheduler, StepPlan
+from treadle.scheduler import Scheduler, StepOutputs, StepReport
 
 logger = logging.getLogger("treadle")
 
 
-class StepObserver(Protocol):
-    """Sees every step. It must not change what it sees."""
+class Observer(Protocol):
+    """Sees every step. It must not change what it sees; one that raises is logged once and removed.
 
-    def on_schedule(self, plan: StepPlan) -> None:
-        """A step was planned and is about to run."""
-        ...
+    An observer with an attribute `wants_details` that is true gets reports with details.
+    """
 
-    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
-        """The step has run; `finished` are the requests that ended with it."""
+    def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
+        """A step has run, or requests have ended without one.
+
+        Args:
+            report: how the step was planned; None if there was none.
+            outputs: what it changed; None if there was no step, or it failed.
+            finished: requests that ended since the call before.
+        """
         ...
 
 
@@ -42,17 +47,16 @@ class StatsLogger:
         self._num_output_tokens = 0
         self._num_preemptions = 0
 
-    def on_schedule(self, plan: StepPlan) -> None:
-        """Start counting anew after an idle time."""
-        now = self._clock.now()
-        if now - self._last_step > self._interval_s:
-            self._reset(now)
-
-    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
+    def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
         """Count the step, and log when the interval is over."""
-        self._num_prompt_tokens += sum(s.count for s in plan.sequences if s.is_prefill)
-        self._num_output_tokens += len(plan.decode_rows) + sum(s.num_samples for s in plan.sequences)
-        self._num_preemptions += len(plan.preempted)
+        if report is None:
+            return
+        if report.time - self._last_step > self._interval_s:
+            self._reset(report.time)  # start anew after an idle time
+        if outputs is not None:
+            self._num_prompt_tokens += outputs.num_prompt_tokens + outputs.num_recomputed_tokens
+            self._num_output_tokens += outputs.num_generated_tokens
+        self._num_preemptions += len(report.preempted)
         now = self._last_step = self._clock.now()
         elapsed = now - self._last_line
         if elapsed < self._interval_s:

@@ -5,7 +5,7 @@ With the same arrivals on a virtual clock the file is the same to the byte.
 
 import json
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -14,7 +14,7 @@ from treadle.clock import Clock
 from treadle.engine.step_record import StepDescriber, StepRecord
 from treadle.errors import ConfigError
 from treadle.request import Request
-from treadle.scheduler import Scheduler, StepPlan
+from treadle.scheduler import Scheduler, StepOutputs, StepReport
 
 FORMAT = 1
 """Number of the file format; it grows when a reader of old files would be misled."""
@@ -29,11 +29,14 @@ class StepRecorder:
         clock: of the engine.
 
     Attributes:
+        wants_details: always.
         close: finishes the file.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+
+    wants_details = True
 
     def __init__(self, path: Path, scheduler: Scheduler, clock: Clock) -> None:
         try:
@@ -43,6 +46,7 @@ class StepRecorder:
         # An engine has no end of its own: the file is finished with the recorder, or with the program.
         self.close = weakref.finalize(self, self._file.close)
         self._describer = StepDescriber(scheduler, clock)
+        self._finished: list[Request] = []
         kv = scheduler.kv
         self._write(
             {
@@ -54,13 +58,12 @@ class StepRecorder:
             }
         )
 
-    def on_schedule(self, plan: StepPlan) -> None:
-        """Describe the step before it runs."""
-        self._describer.begin(plan)
-
-    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
-        """Add what came of it, and write the line."""
-        self._write(self._describer.end(finished))
+    def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
+        """Write a line for the step; what ended before it is told with it."""
+        self._finished += finished
+        if report is not None:
+            self._write(self._describer.describe(report, self._finished))
+            self._finished = []
 
     def _write(self, record: StepRecord) -> None:
         self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")

@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from typing import Any
 
-from treadle.engine.step_record import describe_blocks
 from treadle.request import Request
 from treadle.scheduler import Scheduler
 
@@ -26,7 +25,7 @@ def describe_state(scheduler: Scheduler, now: float) -> dict[str, Any]:
         "swapped": [_request(request, now) for request in swapped],
         "blocks": {
             "total": scheduler.kv.pool.num_blocks,
-            **describe_blocks(scheduler),
+            **scheduler.count_blocks(),
             "size": scheduler.kv.block_size,
             "host_total": scheduler.kv.host_pool.num_blocks,
         },

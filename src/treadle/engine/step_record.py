@@ -4,7 +4,7 @@
 A record is a mapping::
 
     step, time, duration    number; seconds on the engine's clock at its start; seconds it took
-    tokens                  tokens computed, lookahead slots included
+    tokens                  tokens computed, drafts included
     ran                     request → {kind, start, count, of, sequences}; kind: prefill, re-prefill, decode, beam
     waiting, swapped        request → reason, or "" for those behind the first; in the order in which they go
     idle                    requests that run but had no part in the step
@@ -23,13 +23,13 @@ from typing import Any
 from treadle.clock import Clock
 from treadle.engine.block_map import BlockMap
 from treadle.request import Request
-from treadle.scheduler import Scheduler, StepPlan
+from treadle.scheduler import RunKind, Scheduler, StepReport
 
 StepRecord = dict[str, Any]
 
 
 class StepDescriber:
-    """Makes the records of consecutive steps.
+    """Makes the records of consecutive steps from reports with details.
 
     Args:
         scheduler: that plans them.
@@ -39,97 +39,71 @@ class StepDescriber:
     def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
         self._scheduler = scheduler
         self._clock = clock
-        self._known: set[str] = set()
-        self._record: StepRecord = {}
-        self.blocks = BlockMap(scheduler)
+        self.blocks = BlockMap(scheduler.kv.pool.num_blocks)
 
     def catch_up(self) -> None:
-        """Forget what earlier records have told: the next one starts from the state as it is now."""
-        self._known = {request.request_id for request in self._scheduler.unfinished_requests()}
-        self.blocks.changes()
+        """Forget what earlier records have told: the next one starts from the blocks as they are now."""
+        self.blocks.changes(self._scheduler.block_holders())
 
-    def begin(self, plan: StepPlan) -> None:
-        """Describe a step before it runs."""
-        start = self._clock.now()
-        self._record = describe_plan(plan, self._scheduler, self._known)
-        self._record["time"] = start
-        self._record["block_changes"] = self.blocks.changes()
-
-    def end(self, finished: Iterable[Request]) -> StepRecord:
-        """The record, with what came of the step."""
-        record = self._record
-        record["finished"] = describe_finished(finished)
-        record["duration"] = self._clock.now() - record["time"]
-        self._known.difference_update(record["finished"])
+    def describe(self, report: StepReport, finished: Iterable[Request]) -> StepRecord:
+        """The record of a step that has run."""
+        assert report.details is not None
+        record = describe_step(report, finished)
+        record["block_changes"] = self.blocks.changes(report.details.holders)
+        record["duration"] = self._clock.now() - report.time
         return record
 
 
-def describe_plan(plan: StepPlan, scheduler: Scheduler, known: set[str]) -> StepRecord:
-    """The record of a step that is about to run.
+def describe_step(report: StepReport, finished: Iterable[Request]) -> StepRecord:
+    """The record of a step, but for the changes of blocks and the time that it took.
 
     Args:
-        plan: the step.
-        scheduler: that planned it.
-        known: requests that earlier records have told of; new ones are added.
+        report: with details.
+        finished: requests that ended with the step.
     """
-    sequences = plan.batch.sequences
+    details, moves = report.details, report.plan.moves
+    assert details is not None
     ran: dict[str, dict[str, Any]] = {}
-    for s in plan.sequences:
-        seq = sequences[s.row]
+    for s in details.ran:
         entry = ran.get(s.request_id)
         if entry is not None:
             entry["sequences"] += 1
             entry["count"] += s.count
-            continue
-        kind = "beam" if not s.is_prefill else "re-prefill" if seq.num_output_tokens else "prefill"
-        of = seq.num_tokens_to_prefill if s.is_prefill else seq.num_tokens
-        ran[s.request_id] = {"kind": kind, "start": s.start, "count": s.count, "of": of, "sequences": 1}
-    for seq in sequences[plan.decode_rows]:
-        entry = ran.setdefault(seq.request.request_id, {"kind": "decode", "count": 0, "sequences": 0})
-        entry["count"] += 1
-        entry["sequences"] += 1
-    reasons = {refusal.request_id: refusal.reason.value for refusal in plan.refusals}
-    running = scheduler.batch.running_requests()
-    arrived = {}
-    for request in scheduler.unfinished_requests():
-        if request.request_id not in known:
-            known.add(request.request_id)
-            arrived[request.request_id] = {
-                "prompt_tokens": len(request.prompt_token_ids),
-                "max_tokens": request.sampling_params.max_tokens,
-                "n": request.sampling_params.n,
-                "priority": request.priority,
-                "time": request.arrival_time,
-            }
+        elif s.kind is RunKind.DECODE:
+            ran[s.request_id] = {"kind": s.kind.value, "count": s.count, "sequences": 1}
+        else:
+            ran[s.request_id] = {
+                "kind": s.kind.value, "start": s.start, "count": s.count, "of": s.of, "sequences": 1
+            }  # fmt: skip
+    reasons = {refusal.request_id: refusal.reason.value for refusal in report.refusals}
     return {
-        "step": plan.step,
-        "tokens": plan.num_batched_tokens,
+        "step": report.plan.step,
+        "time": report.time,
+        "tokens": report.plan.num_batched_tokens,
         "ran": ran,
-        "waiting": {r.request_id: reasons.get(r.request_id, "") for r in scheduler.waiting},
-        "swapped": {r.request_id: reasons.get(r.request_id, "") for r in scheduler.swapped},
-        "idle": [r.request_id for r in running if r.request_id not in ran],
+        "waiting": {name: reasons.get(name, "") for name in details.waiting},
+        "swapped": {name: reasons.get(name, "") for name in details.swapped},
+        "idle": [name for name in details.running if name not in ran],
         "preempted": [
-            {"request": p.request_id, "for": p.for_request_id, "mode": p.mode.value} for p in plan.preempted
+            {"request": p.request_id, "for": p.for_request_id, "mode": p.mode.value} for p in report.preempted
         ],
-        "swapped_in": list(plan.swapped_in),
-        "ignored": list(plan.ignored),
-        "arrived": arrived,
-        "blocks": describe_blocks(scheduler),
-        "swaps_out": [list(pair) for pair in plan.blocks_to_swap_out],
-        "swaps_in": [list(pair) for pair in plan.blocks_to_swap_in],
-        "copies": [list(pair) for pair in plan.blocks_to_copy],
-    }
-
-
-def describe_blocks(scheduler: Scheduler) -> dict[str, int]:
-    """How many blocks of the two tiers are in which state."""
-    pool, host = scheduler.kv.pool, scheduler.kv.host_pool
-    return {
-        "referenced": pool.num_blocks - pool.num_available,
-        "cached": pool.num_cached_idle,
-        "free": pool.num_available - pool.num_cached_idle,
-        "host_used": host.num_blocks - host.num_available,
-        "host_free": host.num_available,
+        "swapped_in": list(report.swapped_in),
+        "ignored": list(report.ignored),
+        "arrived": {
+            a.request_id: {
+                "prompt_tokens": a.num_prompt_tokens,
+                "max_tokens": a.max_tokens,
+                "n": a.n,
+                "priority": a.priority,
+                "time": a.time,
+            }
+            for a in details.arrived
+        },
+        "blocks": details.num_blocks,
+        "swaps_out": [list(pair) for pair in moves.swap_out],
+        "swaps_in": [list(pair) for pair in moves.swap_in],
+        "copies": [list(pair) for pair in moves.copy],
+        "finished": describe_finished(finished),
     }
 
 

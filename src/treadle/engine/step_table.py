@@ -1,10 +1,10 @@
 """The picture of a schedule: what each request did in each step, as a table of text."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from treadle.engine.step_record import StepRecord, describe_finished, describe_plan
+from treadle.engine.step_record import StepRecord, describe_step
 from treadle.request import Request
-from treadle.scheduler import Scheduler, StepPlan
+from treadle.scheduler import StepOutputs, StepReport
 
 
 class StepTable:
@@ -47,25 +47,17 @@ class StepTable:
 
 
 class StepTableObserver:
-    """Fills a StepTable while an engine runs.
+    """Fills a StepTable while an engine runs."""
 
-    Args:
-        scheduler: of the engine.
-    """
+    wants_details = True
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self) -> None:
         self.table = StepTable()
-        self._scheduler = scheduler
-        self._known: set[str] = set()
-        self._record: StepRecord = {}
 
-    def on_schedule(self, plan: StepPlan) -> None:
-        """Write down what the step does."""
-        self._record = describe_plan(plan, self._scheduler, self._known)
-
-    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
-        """Write down who ended with the step."""
-        self.table.add({**self._record, "finished": describe_finished(finished)})
+    def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
+        """Write down what the step did."""
+        if report is not None:
+            self.table.add(describe_step(report, finished))
 
 
 def step_cells(record: StepRecord) -> dict[str, str]:

@@ -52,6 +52,10 @@ class BlockPool:
         """Whether nobody references `block` and its content can be found."""
         return block in self._cached_idle
 
+    def cached_idle_block_ids(self) -> list[int]:
+        """Ids of the cached-idle blocks, in the order in which they are reused."""
+        return list(self._cached_idle)
+
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks (without the cached-idle ones), for checks."""
         blocks: list[int] = self._free[: self._num_free].tolist()

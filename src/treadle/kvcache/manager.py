@@ -34,7 +34,7 @@ class KVCacheManager:
         num_host_blocks: blocks of the host tier.
         block_size: token slots of a block.
         max_rows: sequences that can hold device blocks at once; rows are the batch's.
-        max_tokens: most token slots of one sequence, lookahead slots included.
+        max_tokens: most token slots of one sequence.
         enable_prefix_caching: whether full blocks stay findable after their sequence has ended.
 
     Attributes:
@@ -68,6 +68,8 @@ class KVCacheManager:
         self._last_entry = [ROOT] * max_rows
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+        # What running rows were given since `take_changes`: (rows, places, blocks).
+        self._changes: list[tuple[IntArray, IntArray, IntArray]] = []
 
     # Questions
 
@@ -151,7 +153,7 @@ class KVCacheManager:
         blocks = {block for seq in request.live_sequences for block in self.block_table(seq)}
         return len(blocks) <= self.host_pool.num_available
 
-    def can_swap_in(self, request: Request, num_lookahead_slots: int, headroom: int = 0) -> AllocStatus:
+    def can_swap_in(self, request: Request, headroom: int = 0) -> AllocStatus:
         """Whether a swapped request can come back and run one step, leaving `headroom` blocks."""
         sequences = request.live_sequences
         tables = [self.host_tables[seq] for seq in sequences]
@@ -159,7 +161,7 @@ class KVCacheManager:
         growth = 0
         tails = []
         for seq, table in zip(sequences, tables, strict=True):
-            growth += max(0, self.blocks_for(seq.num_tokens + num_lookahead_slots) - len(table))
+            growth += max(0, self.blocks_for(seq.num_tokens) - len(table))
             tail = seq.num_computed_tokens // self.block_size
             if tail < len(table) and self.host_pool.ref_counts[table[tail]] > 1:
                 tails.append(int(table[tail]))
@@ -219,14 +221,39 @@ class KVCacheManager:
             missing: int32 [n], at least 1 each.
         """
         blocks = self.pool.take(int(missing.sum()))
-        if len(blocks) == len(rows):  # one each
-            self.block_tables[rows, self.num_blocks[rows]] = blocks
-        else:
-            first = np.repeat(self.num_blocks[rows], missing)
-            within = np.arange(len(blocks)) - np.repeat(missing.cumsum() - missing, missing)
-            self.block_tables[np.repeat(rows, missing), first + within] = blocks
+        places = self.num_blocks[rows]
+        owners = rows
+        if len(blocks) != len(rows):  # not one each
+            owners = np.repeat(rows, missing)
+            within = np.arange(len(blocks), dtype=np.int32) - np.repeat(missing.cumsum() - missing, missing)
+            places = np.repeat(places, missing) + within.astype(np.int32)
+        self.block_tables[owners, places] = blocks
+        self._changes.append((owners, places, blocks))
         self.num_blocks[rows] += missing
         self.num_tokens_covered[rows] = self.num_blocks[rows] * self.block_size
+
+    def take_changes(self, new_rows: list[int]) -> tuple[IntArray, IntArray, IntArray]:
+        """What has changed in the block tables since the last call: rows, places and blocks, int32 [n] each.
+
+        A place that occurs several times has its last value. Rows that were emptied since may be among them.
+
+        Args:
+            new_rows: rows whose whole table is told.
+        """
+        changes, self._changes = self._changes, []
+        for row in new_rows:
+            count = int(self.num_blocks[row])
+            blocks = self.block_tables[row, :count].copy()
+            changes.append((np.full(count, row, dtype=np.int32), np.arange(count, dtype=np.int32), blocks))
+        if len(changes) == 1:
+            return changes[0]
+        rows, places, blocks = (np.concatenate(part) for part in zip(*changes, strict=True))
+        return rows, places, blocks
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether running rows were given blocks since the last `take_changes`."""
+        return bool(self._changes)
 
     def copy_shared_tail(self, seq: Sequence, position: int) -> BlockPairs:
         """Before `seq` writes at `position`: give it a block of its own if others see that one (copy-on-write).
@@ -242,6 +269,8 @@ class KVCacheManager:
         (copy,) = self.pool.take(1).tolist()
         self.pool.ref_counts[block] -= 1
         self.block_tables[row, number] = copy
+        change = np.array([[row], [number], [copy]], dtype=np.int32)
+        self._changes.append((change[0], change[1], change[2]))
         return [(block, copy)]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -274,7 +303,7 @@ class KVCacheManager:
             self._num_indexed[row], self._last_entry[row] = num_indexed, last_entry
 
     def trim(self, rows: IntArray, num_tokens: IntArray) -> None:
-        """Give back the blocks of `rows` that hold none of their `num_tokens` tokens (unused lookahead)."""
+        """Give back the blocks of `rows` that hold none of their `num_tokens` tokens (of drafts that were wrong)."""
         needed = -(-num_tokens // self.block_size)
         for i in np.flatnonzero(needed < self.num_blocks[rows]).tolist():
             row, keep = int(rows[i]), int(needed[i])

@@ -2,29 +2,31 @@
 
 from typing import Protocol
 
-from treadle.request import IntArray
-from treadle.runner.sampler import Sampler, StepLogits
-from treadle.scheduler import StepPlan
+from treadle.runner.row_table import IntArray
+from treadle.runner.sampler import SamplingKernels, StepLogits
+from treadle.runner.step_inputs import StepInputs
+from treadle.scheduler.plan import BlockMoves
 
 
 class Backend(Protocol):
     """Computes steps. Between steps it keeps no more than tensors: weights and the KV cache.
 
     Attributes:
-        sampler: chooses tokens from its logits.
+        block_size: slots of a block.
+        num_threads: how many threads compute on the CPU.
+        sampling_kernels: work on its logits.
     """
 
-    sampler: Sampler
+    block_size: int
+    num_threads: int
+    sampling_kernels: SamplingKernels
 
-    def move_blocks(self, plan: StepPlan) -> None:
+    def move_blocks(self, moves: BlockMoves) -> None:
         """Do a step's swaps and copies: out, in, then copies."""
         ...
 
-    def forward(self, plan: StepPlan) -> None:
-        """Compute all tokens of a step that is not empty, and keep their hidden states until the next.
-
-        Tokens are numbered: first the prompts' parts, one after the other, then one per plain decode.
-        """
+    def forward(self, inputs: StepInputs) -> None:
+        """Compute all tokens of a step, and keep their hidden states until the next."""
         ...
 
     def logits(self, tokens: IntArray, wanted: IntArray) -> StepLogits:

@@ -1,9 +1,4 @@
-"""From a StepPlan and the rows' arrays to the tensors of one forward pass.
-
-The tokens of a step lie one after the other: first the prompts' parts, then one token per plain decode::
-
-    │ part of prompt A (count tokens) │ part of prompt B │ decode │ decode │ … │
-"""
+"""From a step's flat arrays to the tensors of one forward pass in torch."""
 
 from dataclasses import dataclass
 
@@ -11,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.scheduler import ScheduledSequence, StepPlan
+from treadle.runner.step_inputs import StepInputs
 
 LongArray = npt.NDArray[np.int64]
 
@@ -63,63 +58,48 @@ class BatchInputs:
     decodes: tuple[DecodeInputs, ...]
 
 
-def make_batch_inputs(plan: StepPlan, block_size: int, dtype: torch.dtype, device: torch.device) -> BatchInputs:
-    """Build the inputs of a step.
+def make_batch_inputs(inputs: StepInputs, block_size: int, dtype: torch.dtype, device: torch.device) -> BatchInputs:
+    """Build the tensors of a step.
 
     Args:
-        plan: the step; rows' arrays are read through it.
+        inputs: the step.
         block_size: slots of a block.
         dtype: of the attention masks.
         device: where the tensors go.
     """
-    batch, tables = plan.batch, plan.block_tables
-    rows = np.concatenate(
-        [np.repeat([s.row for s in plan.sequences], [s.count for s in plan.sequences]), plan.decode_rows]
-    ).astype(np.int64)
-    positions = np.concatenate(
-        [np.arange(s.start, s.start + s.count) for s in plan.sequences]
-        + [batch.num_computed_tokens[plan.decode_rows]]
-    ).astype(np.int64)
-    slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    prefills = []
-    start = 0
-    for s in plan.sequences:
-        prefills.append(_prefill(s, start, plan, block_size, dtype, device))
-        start += s.count
+    positions = inputs.positions.astype(np.int64)
+    blocks = inputs.block_tables[inputs.rows, positions // block_size].astype(np.int64)
+    slots = blocks * block_size + positions % block_size
     return BatchInputs(
-        token_ids=_to(batch.token_ids[rows, positions].astype(np.int64), device),
+        token_ids=_to(inputs.token_ids.astype(np.int64), device),
         positions=_to(positions, device),
         slots=_to(slots, device),
-        prefills=tuple(prefills),
-        decodes=tuple(_decodes(plan, start, block_size, dtype, device)),
+        prefills=tuple(_prefill(inputs, run, block_size, dtype, device) for run in range(inputs.num_prefills)),
+        decodes=tuple(_decodes(inputs, block_size, dtype, device)),
     )
 
 
 def _prefill(
-    s: ScheduledSequence,
-    start: int,
-    plan: StepPlan,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    inputs: StepInputs, run: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> PrefillInputs:
-    context = np.arange(s.start + s.count)
-    slots = _slots_of(plan.block_tables[s.row], context, block_size)
+    start, count = int(inputs.run_starts[run]), int(inputs.run_counts[run])
+    first = int(inputs.positions[start])
+    context = np.arange(first + count)
+    slots = _slots_of(inputs.block_tables[inputs.run_rows[run]], context, block_size)
     mask = None
-    if s.start > 0:
-        visible = context[None, :] <= np.arange(s.start, s.start + s.count)[:, None]
+    if first > 0:
+        visible = context[None, :] <= np.arange(first, first + count)[:, None]
         mask = _additive_mask(visible, dtype, device)
-    return PrefillInputs(start, start + s.count, _to(slots, device), mask)
+    return PrefillInputs(start, start + count, _to(slots, device), mask)
 
 
-def _decodes(
-    plan: StepPlan, first_token: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[DecodeInputs]:
+def _decodes(inputs: StepInputs, block_size: int, dtype: torch.dtype, device: torch.device) -> list[DecodeInputs]:
     """Decodes in groups: one padded context for all would let a single long one cost as much for each."""
-    rows = plan.decode_rows
+    rows = inputs.run_rows[inputs.num_prefills :]
     if not len(rows):
         return []
-    lengths = plan.batch.num_computed_tokens[rows].astype(np.int64) + 1
+    tokens = inputs.run_starts[inputs.num_prefills :].astype(np.int64)
+    lengths = inputs.positions[tokens].astype(np.int64) + 1
     # Groups by the power of two above the length.
     classes = np.ceil(np.log2(np.maximum(lengths, 64)))
     groups = []
@@ -129,9 +109,9 @@ def _decodes(
         context = np.arange(longest)[None, :]
         visible = context < lengths[members][:, None]
         # Padding looks at position 0, which is always written.
-        slots = _slots_of(plan.block_tables[rows[members]], np.where(visible, context, 0), block_size)
+        slots = _slots_of(inputs.block_tables[rows[members]], np.where(visible, context, 0), block_size)
         mask = _additive_mask(visible[:, None, None, :], dtype, device)
-        groups.append(DecodeInputs(_to(members + first_token, device), _to(slots, device), mask))
+        groups.append(DecodeInputs(_to(tokens[members], device), _to(slots, device), mask))
     return groups
 
 

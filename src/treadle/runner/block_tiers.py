@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from treadle.scheduler import StepPlan
+from treadle.scheduler.plan import BlockMoves
 
 
 class BlockTiers:
@@ -19,12 +19,12 @@ class BlockTiers:
         self._pairs = pairs
         self._block_dim = block_dim
 
-    def move(self, plan: StepPlan) -> None:
+    def move(self, moves: BlockMoves) -> None:
         """Do a step's swaps and copies: out, in, then copies."""
         for device, host in self._pairs:
-            copy_blocks(device, host, plan.blocks_to_swap_out, block_dim=self._block_dim)
-            copy_blocks(host, device, plan.blocks_to_swap_in, block_dim=self._block_dim)
-            copy_blocks(device, device, plan.blocks_to_copy, block_dim=self._block_dim)
+            copy_blocks(device, host, moves.swap_out, block_dim=self._block_dim)
+            copy_blocks(host, device, moves.swap_in, block_dim=self._block_dim)
+            copy_blocks(device, device, moves.copy, block_dim=self._block_dim)
 
 
 def copy_blocks(

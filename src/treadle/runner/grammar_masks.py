@@ -1,62 +1,65 @@
 """Structured outputs: tokens that would break a sequence's grammar get no probability."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from llguidance import LLExecutor
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from treadle.request import IntArray, Sequence
-from treadle.scheduler import RunningBatch
-from treadle.text.grammar import Matcher
+from treadle.runner.row_table import IntArray, RowTable
+from treadle.text.grammar import Grammar, Matcher
 
 
 class GrammarMasks:
     """Finds which tokens may come next, for all sequences of a step that have a grammar, in parallel.
 
     Args:
+        find_grammar: the compiled grammar of a text.
         threads: how many compute.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, find_grammar: Callable[[str], Grammar], threads: int) -> None:
+        self._find_grammar = find_grammar
         self._threads = threads
         self._executor: LLExecutor | None = None
-        self._errors: list[tuple[Sequence, str]] = []
+        self._errors: list[tuple[int, str]] = []
 
-    def take_errors(self) -> tuple[tuple[Sequence, str], ...]:
-        """Sequences whose grammar turned out too complex to follow, and why, each told once."""
+    def take_errors(self) -> tuple[tuple[int, str], ...]:
+        """(row, why) for sequences whose grammar turned out too complex to follow, each told once."""
         errors, self._errors = tuple(self._errors), []
         return errors
 
     @torch.inference_mode()
-    def apply(self, values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+    def apply(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
         """Set the logits of forbidden tokens to -inf, in place.
 
         Args:
             values: float32 [.., V].
             place: int32 [n], row of `values` for each entry.
-            batch, rows: whose the entries are, int32 [n]; a row may stand there several times.
+            table, rows: whose the entries are, int32 [n]; a row may stand there several times.
         """
         if self._executor is None:
             self._executor = LLExecutor(self._threads)
         vocab_size = values.shape[1]
         distinct, which = np.unique(rows, return_inverse=True)
-        matchers = [_matcher(batch.sequences[row]) for row in distinct.tolist()]
+        matchers = [self._matcher(table, row) for row in distinct.tolist()]
         masks = allocate_token_bitmask(len(matchers), vocab_size)
         fill_next_token_bitmask_par(self._executor, [(m.backend, i) for i, m in enumerate(matchers)], masks)
         for row, matcher in zip(distinct.tolist(), matchers, strict=True):
             if (error := matcher.error) is not None:
-                self._errors.append((batch.sequences[row], f"structured_outputs: {error}"))
+                self._errors.append((row, f"structured_outputs: {error}"))
         allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
         forbidden = torch.from_numpy(allowed == 0).to(values.device)
         for i, k in zip(place.tolist(), which.tolist(), strict=True):
             values[i].masked_fill_(forbidden[k], -torch.inf)
 
-
-def _matcher(seq: Sequence) -> Matcher:
-    """The sequence's matcher, where its output is now."""
-    if seq.matcher is None:
-        assert seq.request.grammar is not None
-        seq.matcher = seq.request.grammar.matcher()
-    matcher: Matcher = seq.matcher
-    matcher.follow(seq.output_token_ids)
-    return matcher
+    def _matcher(self, table: RowTable, row: int) -> Matcher:
+        """The row's matcher, where its output is now."""
+        if table.matchers[row] is None:
+            text = table.grammars[row]
+            assert text is not None
+            table.matchers[row] = self._find_grammar(text).matcher()
+        matcher: Matcher = table.matchers[row]
+        matcher.follow(table.token_ids[row, table.num_prompt_tokens[row] : table.num_tokens[row]].tolist())
+        return matcher

@@ -1,12 +1,16 @@
 """Computes a StepPlan: one forward pass over all of its tokens, then a token where one is wanted."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from treadle.request import IntArray
 from treadle.runner.backend import Backend
-from treadle.scheduler import ScheduledSequence, SequenceResult, StepPlan, StepResult, TokenLogprobs
+from treadle.runner.row_table import IntArray, RowTable
+from treadle.runner.sampler import Sampler
+from treadle.runner.step_inputs import StepInputs, flatten
+from treadle.scheduler.plan import StepPlan, StepResult, TokenLogprobs
+from treadle.text.grammar import Grammar
 
 PROMPT_LOGPROBS_AT_ONCE = 32
 """Prompt positions whose logits are held at the same time."""
@@ -15,117 +19,104 @@ PROMPT_LOGPROBS_AT_ONCE = 32
 class ModelRunner:
     """Runs steps on a model. It computes no LoRA adapters yet, and drafts no tokens.
 
+    It knows of sequences only what plans have told it, see RowTable.
+
     Args:
         backend: computes the forward pass.
+        max_num_seqs, max_model_len: of the scheduler.
+        find_grammar: the compiled grammar of a text.
     """
 
     supports_lora = False
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self, backend: Backend, *, max_num_seqs: int, max_model_len: int, find_grammar: Callable[[str], Grammar]
+    ) -> None:
         self._backend = backend
+        self._table = RowTable(max_num_seqs, max_model_len, backend.block_size)
+        self._sampler = Sampler(backend.sampling_kernels, find_grammar, backend.num_threads)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
-        if plan.num_lookahead_slots:
-            raise NotImplementedError("this runner has no drafter: num_lookahead_slots must be 0")
-        self._backend.move_blocks(plan)
+        if len(plan.drafts):
+            raise NotImplementedError("this runner proposes no drafts, and cannot check any")
+        self._table.take(plan)
+        self._backend.move_blocks(plan.moves)
         if plan.is_empty:
             return StepResult.nothing()
-        self._backend.forward(plan)
-        result = self._answer(plan)
-        errors = self._backend.sampler.grammar_masks.take_errors()
+        inputs = flatten(plan, self._table)
+        self._backend.forward(inputs)
+        if plan.num_prefills or plan.candidates is not None:
+            result = self._answer(plan, inputs)
+        else:
+            token_ids, logprobs = self._sample(
+                inputs.run_ends, plan.rows, self._table.sampling.sequence_index[plan.rows]
+            )
+            self._table.append(plan.rows, token_ids)
+            result = StepResult(token_ids, logprobs=logprobs)
+        errors = self._sampler.take_errors()
         return replace(result, errors=errors) if errors else result
 
-    def _answer(self, plan: StepPlan) -> StepResult:
-        """Sample what the plan asks for."""
-        if not plan.sequences:
-            rows = plan.decode_rows
-            tokens = np.arange(len(rows), dtype=np.int32)
-            token_ids, logprobs = self._sample(plan, tokens, rows, plan.batch.sampling.sequence_index[rows])
-            return StepResult((), token_ids, logprobs={int(rows[k]): entry for k, entry in logprobs.items()})
-        return self._answer_sequences(plan)
+    def _answer(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        """The answer to a step that has more than plain decodes."""
+        samples = plan.samples
+        first = samples.cumsum() - samples
+        rows = np.repeat(plan.rows, samples)
+        sequence_index = self._table.sampling.sequence_index[rows]
+        for entry in np.flatnonzero(
+            samples > 1
+        ).tolist():  # a prompt forks: one token for each sequence of its request
+            sequence_index[first[entry] : first[entry] + samples[entry]] = np.arange(samples[entry])
+        token_ids, logprobs = self._sample(np.repeat(inputs.run_ends, samples), rows, sequence_index)
+        candidates = {} if plan.candidates is None else self._find_candidates(plan.rows, plan.candidates, inputs)
+        prompt_logprobs = {}
+        for entry in range(plan.num_prefills):
+            entries = self._prompt_logprobs(inputs, entry)
+            if entries:
+                prompt_logprobs[entry] = entries
+        sampled = np.flatnonzero(samples)
+        # The other sequences of a fork are new rows of the next plan.
+        self._table.append(plan.rows[sampled], token_ids[first[sampled]])
+        return StepResult(token_ids, logprobs=logprobs, candidates=candidates, prompt_logprobs=prompt_logprobs)
 
     def _sample(
-        self, plan: StepPlan, tokens: IntArray, rows: IntArray, sequence_index: IntArray
+        self, tokens: IntArray, rows: IntArray, sequence_index: IntArray
     ) -> tuple[IntArray, dict[int, TokenLogprobs]]:
         """Sample after each of the step's `tokens`, for the given rows and sequences of their requests."""
         if not len(tokens):
             return tokens, {}
-        wanted = plan.batch.sampling.needs_logits[rows].nonzero()[0].astype(np.int32)
+        wanted = self._table.sampling.needs_logits[rows].nonzero()[0].astype(np.int32)
         logits = self._backend.logits(tokens, wanted)
-        return self._backend.sampler.sample(logits, plan.batch, rows, sequence_index)
-
-    def _answer_sequences(self, plan: StepPlan) -> StepResult:
-        """The answers of a step that has more than plain decodes."""
-        ends = np.cumsum([s.count for s in plan.sequences], dtype=np.int32) - np.int32(1)
-        answers = [SequenceResult() for _ in plan.sequences]
-        tokens: list[int] = []
-        rows: list[int] = []
-        indices: list[int] = []  # of the sequence in its request
-        beams = []
-        for i, s in enumerate(plan.sequences):
-            if s.num_candidates:
-                beams.append(i)
-            elif s.num_samples:
-                own = plan.batch.sequences[s.row].index
-                tokens += [int(ends[i])] * s.num_samples
-                rows += [s.row] * s.num_samples
-                indices += [own] if s.num_samples == 1 else range(s.num_samples)
-        first_decode = int(ends[-1]) + 1
-        decodes = plan.decode_rows
-        token_ids, logprobs = self._sample(
-            plan,
-            np.concatenate([tokens, np.arange(first_decode, first_decode + len(decodes))]).astype(np.int32),
-            np.concatenate([rows, decodes]).astype(np.int32),
-            np.concatenate([indices, plan.batch.sampling.sequence_index[decodes]]).astype(np.int32),
-        )
-        start = 0
-        for i, s in enumerate(plan.sequences):
-            if s.num_samples and not s.num_candidates:
-                end = start + s.num_samples
-                answers[i] = SequenceResult(
-                    token_ids=tuple(token_ids[start:end].tolist()),
-                    logprobs=tuple(logprobs[k] for k in range(start, end) if k in logprobs),
-                )
-                start = end
-        if beams:
-            self._find_candidates(plan, beams, ends, answers)
-        for i, s in enumerate(plan.sequences):
-            entries = self._prompt_logprobs(plan, s, int(ends[i]) + 1 - s.count)
-            if entries:
-                answers[i] = replace(answers[i], prompt_logprobs=entries)
-        decode_logprobs = {int(decodes[k - start]): entry for k, entry in logprobs.items() if k >= start}
-        return StepResult(tuple(answers), token_ids[start:], logprobs=decode_logprobs)
+        return self._sampler.sample(logits, self._table, rows, sequence_index)
 
     def _find_candidates(
-        self, plan: StepPlan, beams: list[int], ends: IntArray, answers: list[SequenceResult]
-    ) -> None:
-        """Fill in the answers of the sequences numbered `beams`."""
-        logits = self._backend.logits(ends[beams], np.arange(len(beams), dtype=np.int32))
-        for k, i in enumerate(beams):
-            s = plan.sequences[i]
-            found = self._backend.sampler.candidates(logits.values[k], plan.batch, s.row, s.num_candidates)
-            answers[i] = SequenceResult(candidates=found)
+        self, rows: IntArray, counts: IntArray, inputs: StepInputs
+    ) -> dict[int, tuple[tuple[int, float], ...]]:
+        """The most likely next tokens of the entries that ask for some."""
+        asking = np.flatnonzero(counts)
+        if not len(asking):
+            return {}
+        logits = self._backend.logits(inputs.run_ends[asking], np.arange(len(asking), dtype=np.int32))
+        return {
+            entry: self._sampler.candidates(logits.values[k], self._table, int(rows[entry]), int(counts[entry]))
+            for k, entry in enumerate(asking.tolist())
+        }
 
-    def _prompt_logprobs(self, plan: StepPlan, s: ScheduledSequence, first: int) -> tuple[TokenLogprobs, ...]:
-        """For the prompt's tokens after each computed position, if the request asked.
-
-        Args:
-            plan: the step.
-            s: the part of a prompt.
-            first: number of the part's first token among the step's.
-        """
-        seq = plan.batch.sequences[s.row]
-        num_top = seq.request.sampling_params.prompt_logprobs
+    def _prompt_logprobs(self, inputs: StepInputs, run: int) -> tuple[TokenLogprobs, ...]:
+        """For the prompt's tokens after each computed position, if the request asked."""
+        table, row, first = self._table, int(inputs.run_rows[run]), int(inputs.run_starts[run])
+        params = table.params[row]
+        assert params is not None
+        position = int(inputs.positions[first])
         # The token after the last one of the prompt is an output.
-        count = min(s.count, seq.num_prompt_tokens - 1 - s.start)
-        if num_top is None or count <= 0:
+        count = min(int(inputs.run_counts[run]), int(table.num_prompt_tokens[row]) - 1 - position)
+        if params.prompt_logprobs is None or count <= 0:
             return ()
         entries: list[TokenLogprobs] = []
         for start in range(0, count, PROMPT_LOGPROBS_AT_ONCE):
             places = np.arange(min(PROMPT_LOGPROBS_AT_ONCE, count - start), dtype=np.int32)
             logits = self._backend.logits(places + np.int32(first + start), places)
-            next_tokens = seq.token_ids[s.start + start + 1 :][: len(places)].copy()
-            tops = np.full(len(places), num_top, dtype=np.int32)
-            entries += self._backend.sampler.report(logits.values, logits.place, next_tokens, tops)
+            next_tokens = table.token_ids[row, position + start + 1 :][: len(places)].copy()
+            tops = np.full(len(places), params.prompt_logprobs, dtype=np.int32)
+            entries += self._sampler.report(logits.values, logits.place, next_tokens, tops)
         return tuple(entries)

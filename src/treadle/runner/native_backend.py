@@ -6,11 +6,12 @@ import torch
 from treadle.kernels.cpu.arena import Arena
 from treadle.kernels.cpu.library import kv_cache_struct
 from treadle.models.native import NativeModel
-from treadle.request import IntArray
 from treadle.runner.block_tiers import BlockTiers
 from treadle.runner.native_sampling import NativeSampling
-from treadle.runner.sampler import Sampler, StepLogits
-from treadle.scheduler import StepPlan
+from treadle.runner.row_table import IntArray
+from treadle.runner.sampler import SamplingKernels, StepLogits
+from treadle.runner.step_inputs import StepInputs
+from treadle.scheduler.plan import BlockMoves
 
 NO_LOGITS = torch.empty(0, 0)
 
@@ -24,6 +25,7 @@ class NativeKVStorage:
         int8: whether keys and values are int8 with a scale per token and head; else bfloat16.
 
     Attributes:
+        block_size: slots of a block.
         pool: uint8 [num_blocks, bytes], of the device tier.
         struct: what the kernels know of it.
         tiers: moves blocks.
@@ -33,6 +35,7 @@ class NativeKVStorage:
         self, model: NativeModel, *, num_blocks: int, num_host_blocks: int = 0, block_size: int, int8: bool
     ) -> None:
         config = model.config
+        self.block_size = block_size
         self.struct = kv_cache_struct(
             num_layers=config.num_hidden_layers,
             block_size=block_size,
@@ -64,44 +67,33 @@ class NativeBackend:
     """
 
     def __init__(self, model: NativeModel, storage: NativeKVStorage, *, threads: int) -> None:
-        self.sampler = Sampler(NativeSampling(model.library, threads), threads)
+        self.block_size = storage.block_size
+        self.num_threads = threads
+        self.sampling_kernels: SamplingKernels = NativeSampling(model.library, threads)
         self._storage = storage
         self._engine = model.engine(storage.struct)
-        self._threads = threads
         self._vocab_size = model.config.vocab_size
         self._logits = np.empty((0, self._vocab_size), dtype=np.float32)
 
-    def move_blocks(self, plan: StepPlan) -> None:
+    def move_blocks(self, moves: BlockMoves) -> None:
         """Do a step's swaps and copies."""
-        self._storage.tiers.move(plan)
+        self._storage.tiers.move(moves)
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, inputs: StepInputs) -> None:
         """Compute all tokens of a step."""
-        batch, decodes = plan.batch, plan.decode_rows
-        if plan.sequences:
-            counts = np.array([s.count for s in plan.sequences], dtype=np.int32)
-            rows = np.concatenate([np.repeat(np.array([s.row for s in plan.sequences], np.int32), counts), decodes])
-            positions = np.concatenate(
-                [np.arange(s.start, s.start + s.count, dtype=np.int32) for s in plan.sequences]
-                + [batch.num_computed_tokens[decodes]]
-            )
-            run_count = np.concatenate([counts, np.ones(len(decodes), dtype=np.int32)])
-            run_start = np.zeros(len(run_count), dtype=np.int32)
-            np.cumsum(run_count[:-1], out=run_start[1:])
-        else:
-            rows, positions = decodes, batch.num_computed_tokens[decodes]
-            run_start, run_count = np.arange(len(rows), dtype=np.int32), np.ones(len(rows), dtype=np.int32)
-        token_ids = batch.token_ids[rows, positions]
-        self._engine.forward(token_ids, positions, rows, plan.block_tables, run_start, run_count, self._threads)
+        self._engine.forward(
+            inputs.token_ids, inputs.positions, inputs.rows, inputs.block_tables, inputs.run_starts,
+            inputs.run_counts, self.num_threads,
+        )  # fmt: skip
 
     def logits(self, tokens: IntArray, wanted: IntArray) -> StepLogits:
         """The best token after each of the tokens asked about, and logits for those wanted."""
         place = np.full(len(tokens), -1, dtype=np.int32)
         if not len(wanted):
-            return StepLogits(NO_LOGITS, place, self._engine.logits(tokens, place, None, self._threads))
+            return StepLogits(NO_LOGITS, place, self._engine.logits(tokens, place, None, self.num_threads))
         if len(wanted) > len(self._logits):
             self._logits = np.empty((len(wanted), self._vocab_size), dtype=np.float32)
         values = self._logits[: len(wanted)]
         place[wanted] = np.arange(len(wanted), dtype=np.int32)
-        best = self._engine.logits(tokens, place, values, self._threads)
+        best = self._engine.logits(tokens, place, values, self.num_threads)
         return StepLogits(torch.from_numpy(values), place, best)

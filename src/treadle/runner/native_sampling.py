@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 from treadle.kernels.cpu.library import DrawsStruct, Library, PenaltiesStruct, ReportsStruct, pointer
-from treadle.request import IntArray
-from treadle.scheduler import RunningBatch, TokenLogprobs
+from treadle.runner.row_table import IntArray, RowTable
+from treadle.scheduler.plan import TokenLogprobs
 
 
 class NativeSampling:
@@ -27,12 +27,12 @@ class NativeSampling:
         self,
         values: torch.Tensor,
         place: IntArray,
-        batch: RunningBatch,
+        table: RowTable,
         rows: IntArray,
         noise: npt.NDArray[np.float64],
     ) -> IntArray:
         """A token for each entry: int32 [n]."""
-        sampling = batch.sampling
+        sampling = table.sampling
         token_ids = np.empty(len(rows), dtype=np.int32)
         arrays = (
             values.numpy(), place, sampling.temperature[rows], sampling.top_p[rows], sampling.min_p[rows],
@@ -58,17 +58,17 @@ class NativeSampling:
             for token_id, logprob, rank, n, ids, top in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
-    def penalize(self, values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+    def penalize(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
         """Apply the rows' penalties to their logits, in place."""
-        sampling = batch.sampling
+        sampling = table.sampling
         arrays = (
-            values.numpy(), place, rows, batch.token_ids, batch.num_tokens[rows], batch.num_prompt_tokens[rows],
+            values.numpy(), place, rows, table.token_ids, table.num_tokens[rows], table.num_prompt_tokens[rows],
             sampling.repetition_penalty[rows], sampling.presence_penalty[rows], sampling.frequency_penalty[rows],
         )  # fmt: skip
         self._dll.treadle_penalize(
             byref(
                 PenaltiesStruct(
-                    *map(pointer, arrays), batch.token_ids.shape[1], len(rows), values.shape[1], self._threads
+                    *map(pointer, arrays), table.token_ids.shape[1], len(rows), values.shape[1], self._threads
                 )
             )
         )

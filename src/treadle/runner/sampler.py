@@ -5,6 +5,7 @@ Per row: edit (grammar, allowed ids, end ids before min_tokens, bias, penalties)
 What only some rows ask for is done for those rows only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.request import IntArray, Sequence
 from treadle.runner.grammar_masks import GrammarMasks
 from treadle.runner.noise import uniform
-from treadle.scheduler import RunningBatch, TokenLogprobs
+from treadle.runner.row_table import IntArray, RowTable
+from treadle.scheduler.plan import TokenLogprobs
+from treadle.text.grammar import Grammar
 
 LOGIT_BIAS_LIMIT = 100.0
 
@@ -42,7 +44,7 @@ class SamplingKernels(Protocol):
         self,
         values: torch.Tensor,
         place: IntArray,
-        batch: RunningBatch,
+        table: RowTable,
         rows: IntArray,
         noise: npt.NDArray[np.float64],
     ) -> IntArray:
@@ -54,7 +56,7 @@ class SamplingKernels(Protocol):
         Args:
             values: float32 [.., V].
             place: int32 [n].
-            batch, rows: whose parameters hold, int32 [n].
+            table, rows: whose parameters hold, int32 [n].
             noise: float64 [n], in [0, 1).
         """
         ...
@@ -71,7 +73,7 @@ class SamplingKernels(Protocol):
         """
         ...
 
-    def penalize(self, values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+    def penalize(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
         """Apply the rows' repetition, presence and frequency penalties to their logits, in place."""
         ...
 
@@ -81,21 +83,26 @@ class Sampler:
 
     Args:
         kernels: work on whole rows.
-        threads: how many find out what grammars allow; torch's number by default.
+        find_grammar: the compiled grammar of a text.
+        threads: how many find out what grammars allow.
     """
 
-    def __init__(self, kernels: SamplingKernels, threads: int | None = None) -> None:
+    def __init__(self, kernels: SamplingKernels, find_grammar: Callable[[str], Grammar], threads: int) -> None:
         self._kernels = kernels
-        self.grammar_masks = GrammarMasks(threads or torch.get_num_threads())
+        self._grammar_masks = GrammarMasks(find_grammar, threads)
+
+    def take_errors(self) -> tuple[tuple[int, str], ...]:
+        """(row, why) for sequences that cannot go on, each told once."""
+        return self._grammar_masks.take_errors()
 
     def sample(
-        self, logits: StepLogits, batch: RunningBatch, rows: IntArray, sequence_index: IntArray
+        self, logits: StepLogits, table: RowTable, rows: IntArray, sequence_index: IntArray
     ) -> tuple[IntArray, dict[int, TokenLogprobs]]:
         """Choose a token for each place of the logits.
 
         Args:
             logits: of n places; their values may be changed.
-            batch: the rows' arrays.
+            table: the rows.
             rows: int32 [n], whose the places are; a row may stand there several times.
             sequence_index: int32 [n], for which sequence of its request each token is.
 
@@ -105,20 +112,20 @@ class Sampler:
         token_ids = logits.best
         if not len(logits.values):
             return token_ids, {}
-        sampling = batch.sampling
+        sampling = table.sampling
         values, place = logits.values, logits.place
         is_edited = sampling.is_biased[rows] | sampling.is_penalized[rows]
         reported = np.flatnonzero(sampling.num_logprobs[rows] >= 0)
         raw, raw_place = values, place[reported]
         if is_edited[reported].any():
             raw, raw_place = values[torch.from_numpy(raw_place).to(values.device)], _numbers(len(reported))
-        self._edit(values, place, batch, rows)
+        self._edit(values, place, table, rows)
         drawn = np.flatnonzero(is_edited | ~sampling.is_greedy[rows])
         if len(drawn):
             own = rows[drawn]
-            output_position = (batch.num_tokens[own] - batch.num_prompt_tokens[own]).astype(np.int64)
+            output_position = (table.num_tokens[own] - table.num_prompt_tokens[own]).astype(np.int64)
             noise = uniform(sampling.seed[own], sequence_index[drawn], output_position)
-            token_ids[drawn] = self._kernels.draw(values, place[drawn], batch, own, noise)
+            token_ids[drawn] = self._kernels.draw(values, place[drawn], table, own, noise)
         if not len(reported):
             return token_ids, {}
         entries = self.report(raw, raw_place, token_ids[reported], sampling.num_logprobs[rows[reported]])
@@ -131,34 +138,34 @@ class Sampler:
         return self._kernels.report(values, place, token_ids, num_top)
 
     def candidates(
-        self, logits: torch.Tensor, batch: RunningBatch, row: int, count: int
+        self, logits: torch.Tensor, table: RowTable, row: int, count: int
     ) -> tuple[tuple[int, float], ...]:
         """The most likely next tokens of a beam with their log-probabilities, best first.
 
         Args:
             logits: float32 [V]; changed by what the request asks for (biases, penalties, …).
-            batch: the rows' arrays.
+            table: the rows.
             row: the beam's.
             count: how many, at most V.
         """
         values = logits[None]
-        self._edit(values, _numbers(1), batch, np.array([row], dtype=np.int32))
+        self._edit(values, _numbers(1), table, np.array([row], dtype=np.int32))
         num_top = np.array([min(count, len(logits))], dtype=np.int32)
         (entry,) = self._kernels.report(values, _numbers(1), _numbers(1), num_top)
         return tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
 
-    def _edit(self, values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+    def _edit(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
         """Make of the rows' logits what their requests ask for, in place: the first step of the module's list."""
-        sampling = batch.sampling
+        sampling = table.sampling
         structured = np.flatnonzero(sampling.has_grammar[rows])
         if len(structured):
-            self.grammar_masks.apply(values, place[structured], batch, rows[structured])
+            self._grammar_masks.apply(values, place[structured], table, rows[structured])
         biased = np.flatnonzero(sampling.is_biased[rows])
         if len(biased):
-            _bias(values, place[biased], batch, rows[biased])
+            _bias(values, place[biased], table, rows[biased])
         penalized = np.flatnonzero(sampling.is_penalized[rows])
         if len(penalized):
-            self._kernels.penalize(values, place[penalized], batch, rows[penalized])
+            self._kernels.penalize(values, place[penalized], table, rows[penalized])
 
 
 def _numbers(count: int) -> IntArray:
@@ -166,7 +173,7 @@ def _numbers(count: int) -> IntArray:
 
 
 @torch.inference_mode()
-def _bias(values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+def _bias(values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
     """Apply the rows' allowed ids, min_tokens and biases to their logits, in place.
 
     What touches few logits is gathered from all rows and done at once.
@@ -174,13 +181,16 @@ def _bias(values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntA
     ends: list[tuple[int, int]] = []
     biases: list[tuple[int, int]] = []
     amounts: list[float] = []
-    for i, seq in zip(place.tolist(), batch.sequences[rows], strict=True):
-        params, stop_token_ids = seq.request.sampling_params, seq.request.stop_token_ids
+    for i, row in zip(place.tolist(), rows.tolist(), strict=True):
+        params, stop_token_ids = table.params[row], table.stop_token_ids[row]
+        assert params is not None
+        num_output_tokens = int(table.num_tokens[row] - table.num_prompt_tokens[row])
         if params.allowed_token_ids is not None:
             forbidden = torch.ones_like(values[i], dtype=torch.bool)
             forbidden[torch.tensor(list(params.allowed_token_ids), device=values.device)] = False
             values[i].masked_fill_(forbidden, -torch.inf)
-        if seq.num_output_tokens < params.min_tokens and not _is_complete(values[i], seq):
+        is_short = num_output_tokens < params.min_tokens
+        if is_short and not (params.structured_outputs and _is_complete(values[i], stop_token_ids)):
             ends += [(i, token_id) for token_id in stop_token_ids]
         for token_id, amount in (params.logit_bias or {}).items():
             biases.append((i, token_id))
@@ -191,12 +201,10 @@ def _bias(values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntA
         values[_at(biases, values)] += torch.tensor(amounts, dtype=torch.float32, device=values.device)
 
 
-def _is_complete(logits: torch.Tensor, seq: Sequence) -> bool:
+def _is_complete(logits: torch.Tensor, stop_token_ids: frozenset[int]) -> bool:
     """Whether a structured output can only end: its grammar allows no token but those that end it."""
-    if seq.request.sampling_params.structured_outputs is None:
-        return False
     others = logits.clone()
-    others[list(seq.request.stop_token_ids)] = -torch.inf
+    others[list(stop_token_ids)] = -torch.inf
     return bool(others.max() == -torch.inf)
 
 

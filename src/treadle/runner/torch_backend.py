@@ -5,12 +5,13 @@ import torch
 
 from treadle.kernels import reference as kernels
 from treadle.models.llama import LlamaModel
-from treadle.request import IntArray
 from treadle.runner.batch_inputs import BatchInputs, make_batch_inputs
 from treadle.runner.kv_storage import KVStorage
-from treadle.runner.sampler import Sampler, StepLogits
+from treadle.runner.row_table import IntArray
+from treadle.runner.sampler import SamplingKernels, StepLogits
+from treadle.runner.step_inputs import StepInputs
 from treadle.runner.torch_sampling import TorchSampling
-from treadle.scheduler import StepPlan
+from treadle.scheduler.plan import BlockMoves
 
 
 class TorchBackend:
@@ -23,24 +24,26 @@ class TorchBackend:
     """
 
     def __init__(self, model: LlamaModel, storage: KVStorage, *, int8_kv: bool = False) -> None:
-        self.sampler = Sampler(TorchSampling())
+        self.block_size = storage.block_size
+        self.num_threads = torch.get_num_threads()
+        self.sampling_kernels: SamplingKernels = TorchSampling()
         self._model = model
         self._storage = storage
         self._int8_kv = int8_kv
         self._hidden = torch.empty(0)
 
     @torch.inference_mode()
-    def move_blocks(self, plan: StepPlan) -> None:
+    def move_blocks(self, moves: BlockMoves) -> None:
         """Do a step's swaps and copies."""
-        self._storage.tiers.move(plan)
+        self._storage.tiers.move(moves)
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, inputs: StepInputs) -> None:
         """Compute all tokens of a step."""
         model = self._model
-        inputs = make_batch_inputs(plan, self._storage.block_size, model.dtype, model.device)
-        attention = _PagedAttention(self._storage, inputs, self._int8_kv)
-        self._hidden = model.forward(inputs.token_ids, inputs.positions, attention)  # [T, E]
+        tensors = make_batch_inputs(inputs, self._storage.block_size, model.dtype, model.device)
+        attention = _PagedAttention(self._storage, tensors, self._int8_kv)
+        self._hidden = model.forward(tensors.token_ids, tensors.positions, attention)  # [T, E]
 
     @torch.inference_mode()
     def logits(self, tokens: IntArray, wanted: IntArray) -> StepLogits:

@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.request import IntArray
-from treadle.scheduler import RunningBatch, TokenLogprobs
+from treadle.runner.row_table import IntArray, RowTable
+from treadle.scheduler.plan import TokenLogprobs
 
 CANDIDATES = 1024
 """Filters first look at this many most likely tokens; only where these do not decide they sort all."""
@@ -19,12 +19,12 @@ class TorchSampling:
         self,
         values: torch.Tensor,
         place: IntArray,
-        batch: RunningBatch,
+        table: RowTable,
         rows: IntArray,
         noise: npt.NDArray[np.float64],
     ) -> IntArray:
         """A token for each entry: int32 [n]."""
-        sampling = batch.sampling
+        sampling = table.sampling
         token_ids = np.empty(len(rows), dtype=np.int32)
         greedy = np.flatnonzero(sampling.is_greedy[rows])
         if len(greedy):
@@ -33,7 +33,7 @@ class TorchSampling:
         drawn = np.flatnonzero(~sampling.is_greedy[rows])
         if len(drawn):
             own = values[_index(place[drawn], values)]
-            token_ids[drawn] = _draw(own, batch, rows[drawn], noise[drawn])
+            token_ids[drawn] = _draw(own, table, rows[drawn], noise[drawn])
         return token_ids
 
     @torch.inference_mode()
@@ -45,10 +45,10 @@ class TorchSampling:
         return [_token_logprobs(logprobs[i], int(token_ids[i]), int(num_top[i])) for i in range(len(place))]
 
     @torch.inference_mode()
-    def penalize(self, values: torch.Tensor, place: IntArray, batch: RunningBatch, rows: IntArray) -> None:
+    def penalize(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
         """Apply the rows' penalties to their logits, in place."""
         for i, row in enumerate(rows.tolist()):
-            _penalize(values[place[i]], batch, row)
+            _penalize(values[place[i]], table, row)
 
 
 def _index(place: IntArray, values: torch.Tensor) -> torch.Tensor:
@@ -74,29 +74,29 @@ def _token_logprobs(logprobs: torch.Tensor, token_id: int, num_top: int) -> Toke
     )
 
 
-def _penalize(logits: torch.Tensor, batch: RunningBatch, row: int) -> None:
+def _penalize(logits: torch.Tensor, table: RowTable, row: int) -> None:
     """Apply one row's penalties to its logits, float32 [V], in place.
 
     Repetition: over prompt and output, a positive logit is divided, a negative one multiplied (Keskar et al.
     2019). Presence and frequency: over the output, a constant and a multiple of the count are taken away.
     """
-    sampling = batch.sampling
+    sampling = table.sampling
     repetition = float(sampling.repetition_penalty[row])
     presence, frequency = float(sampling.presence_penalty[row]), float(sampling.frequency_penalty[row])
-    token_ids = batch.token_ids[row, : batch.num_tokens[row]]
+    token_ids = table.token_ids[row, : table.num_tokens[row]]
     if repetition != 1.0:
         seen = _index(np.unique(token_ids), logits)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
     if presence or frequency:
-        ids, counts = np.unique(token_ids[batch.num_prompt_tokens[row] :], return_counts=True)
+        ids, counts = np.unique(token_ids[table.num_prompt_tokens[row] :], return_counts=True)
         penalty = presence + frequency * counts.astype(np.float32)
         logits[_index(ids, logits)] -= torch.from_numpy(penalty.astype(np.float32)).to(logits.device)
 
 
-def _draw(logits: torch.Tensor, batch: RunningBatch, rows: IntArray, noise: npt.NDArray[np.float64]) -> IntArray:
+def _draw(logits: torch.Tensor, table: RowTable, rows: IntArray, noise: npt.NDArray[np.float64]) -> IntArray:
     """Draw one token per row: float32 [n, V], float64 [n] → int32 [n]."""
-    sampling = batch.sampling
+    sampling = table.sampling
     temperature = torch.from_numpy(sampling.temperature[rows]).to(logits.device)
     logits = logits / temperature[:, None]
     filtered = np.flatnonzero(sampling.filters[rows])

@@ -2,30 +2,35 @@
 
 from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.invariants import check_invariants
-from treadle.scheduler.plan import (
+from treadle.scheduler.plan import BlockMoves, NewBlocks, NewRow, StepPlan, StepResult, TokenLogprobs
+from treadle.scheduler.report import (
     Preemption,
     PreemptionMode,
     Refusal,
-    ScheduledSequence,
-    SequenceResult,
+    RunKind,
+    RunSequence,
+    StepDetails,
     StepOutputs,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
+    StepReport,
     WaitReason,
 )
 from treadle.scheduler.scheduler import Scheduler
 
 __all__ = [
+    "BlockMoves",
+    "NewBlocks",
+    "NewRow",
     "Preemption",
     "PreemptionMode",
     "Refusal",
+    "RunKind",
+    "RunSequence",
     "RunningBatch",
-    "ScheduledSequence",
     "Scheduler",
-    "SequenceResult",
+    "StepDetails",
     "StepOutputs",
     "StepPlan",
+    "StepReport",
     "StepResult",
     "TokenLogprobs",
     "WaitReason",

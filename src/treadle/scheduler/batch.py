@@ -1,7 +1,7 @@
 """The running sequences as rows of arrays, so that a step touches all of them at once.
 
-The scheduler fills and empties rows; the runner only reads them. A row's number never changes while its
-sequence runs; `rows` lists the used rows in rank order.
+The scheduler fills and empties rows, and notes which ones a runner has to be told of. A row's number never changes
+while its sequence runs; `rows` lists the used rows in rank order.
 """
 
 from bisect import bisect_left
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.request import NUM_COMPUTED, NUM_COUNTERS, NUM_TOKENS, IntArray, Rank, Request, Sequence, TimeArray
-from treadle.sampling_params import SamplingParams
+from treadle.scheduler.plan import NewRow
 
 STOP_IDS_PER_ROW = 8
 """Stop ids that are compared for all rows at once; a row with more is looked at alone."""
@@ -20,68 +20,6 @@ NO_TOKEN = -1
 """Fills unused places among the stop ids; no token has this id."""
 
 BoolArray = npt.NDArray[np.bool_]
-FloatArray = npt.NDArray[np.float32]
-
-
-class SamplingRows:
-    """Sampling parameters as arrays over rows; what does not fit an array stays in SamplingParams.
-
-    Attributes:
-        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: float32 [rows].
-        top_k: int32 [rows], 0 for all tokens.
-        seed: uint64 [rows], of the request.
-        sequence_index: int32 [rows], number of the sequence in its request.
-        is_greedy: whether the row takes the most likely token.
-        is_biased: whether biases, allowed ids, min_tokens or a grammar change the row's logits.
-        has_grammar: whether a grammar does.
-        is_penalized: whether penalties change the row's logits.
-        filters: whether top_k, top_p or min_p drop tokens.
-        num_logprobs: int32 [rows], most likely tokens that are reported beside the sampled one; -1 for no report.
-        needs_logits: whether the row needs more than its most likely token.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self.temperature: FloatArray = np.zeros(num_rows, dtype=np.float32)
-        self.top_p: FloatArray = np.ones(num_rows, dtype=np.float32)
-        self.min_p: FloatArray = np.zeros(num_rows, dtype=np.float32)
-        self.repetition_penalty: FloatArray = np.ones(num_rows, dtype=np.float32)
-        self.presence_penalty: FloatArray = np.zeros(num_rows, dtype=np.float32)
-        self.frequency_penalty: FloatArray = np.zeros(num_rows, dtype=np.float32)
-        self.top_k: IntArray = np.zeros(num_rows, dtype=np.int32)
-        self.seed: npt.NDArray[np.uint64] = np.zeros(num_rows, dtype=np.uint64)
-        self.sequence_index: IntArray = np.zeros(num_rows, dtype=np.int32)
-        self.is_greedy: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        self.is_biased: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        self.has_grammar: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        self.is_penalized: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        self.filters: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        self.num_logprobs: IntArray = np.full(num_rows, -1, dtype=np.int32)
-        self.needs_logits: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-
-    def set(self, row: int, params: SamplingParams, seed: int, sequence_index: int) -> None:
-        """Fill `row` from a request's parameters."""
-        self.temperature[row] = params.temperature
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.repetition_penalty[row] = params.repetition_penalty
-        self.presence_penalty[row] = params.presence_penalty
-        self.frequency_penalty[row] = params.frequency_penalty
-        self.top_k[row] = max(params.top_k, 0)
-        self.seed[row] = seed
-        self.sequence_index[row] = sequence_index
-        self.is_greedy[row] = params.is_greedy
-        self.has_grammar[row] = params.structured_outputs is not None
-        self.is_biased[row] = bool(
-            params.min_tokens or params.logit_bias or params.allowed_token_ids or params.structured_outputs
-        )
-        self.is_penalized[row] = bool(
-            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        )
-        self.filters[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.needs_logits[row] = (
-            not params.is_greedy or self.is_biased[row] or self.is_penalized[row] or params.logprobs is not None
-        )
 
 
 class RunningBatch:
@@ -101,11 +39,10 @@ class RunningBatch:
         is_prefilling: bool [rows], whether tokens known at admission are still to be computed.
         is_group: bool [rows], whether the row's request has or will have several sequences.
         is_beam: bool [rows], whether the row belongs to a beam search.
-        adapter_ids: int32 [rows], LoRA adapter's number, 0 for the base model.
         stop_ids: int32 [STOP_IDS_PER_ROW, rows], padded with NO_TOKEN.
-        sampling: sampling parameters by row.
         sequences: object [rows], the Sequence in each used row.
         num_groups: running requests that have or will have more than one sequence.
+        drafts: row → int32 [k], tokens that the runner proposes as the next ones.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -120,12 +57,14 @@ class RunningBatch:
         self.is_prefilling: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_group: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_beam: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
-        self.adapter_ids: IntArray = np.zeros(max_num_seqs, dtype=np.int32)
         self.stop_ids: IntArray = np.full((STOP_IDS_PER_ROW, max_num_seqs), NO_TOKEN, dtype=np.int32)
         self._num_stop_ids = 0  # most of any row since the batch was last empty
-        self.sampling = SamplingRows(max_num_seqs)
         self.sequences: npt.NDArray[np.object_] = np.full(max_num_seqs, None, dtype=np.object_)
         self.num_groups = 0
+        self.drafts: dict[int, IntArray] = {}
+        # Rows of which the runner has to be told: filled, and emptied, since the last plan.
+        self._new_rows: dict[int, None] = {}
+        self._freed_rows: dict[int, None] = {}
         self._many_stop_ids: dict[int, frozenset[int]] = {}
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._num_reserved_seats = 0
@@ -229,9 +168,8 @@ class RunningBatch:
         self.is_group[row] = params.n > 1
         self.is_beam[row] = params.use_beam_search
         self._num_beams += params.use_beam_search
-        self.adapter_ids[row] = 0 if request.lora is None else request.lora.lora_int_id
-        assert request.seed is not None
-        self.sampling.set(row, params, request.seed, seq.index)
+        self._freed_rows.pop(row, None)
+        self._new_rows[row] = None
         stop_ids = request.stop_token_ids
         self.stop_ids[:, row] = NO_TOKEN
         if len(stop_ids) <= STOP_IDS_PER_ROW:
@@ -257,9 +195,50 @@ class RunningBatch:
         self.set_prefilling(row, False)
         self._num_beams -= bool(self.is_beam[row])
         self._many_stop_ids.pop(row, None)
+        self.drafts.pop(row, None)
+        self._new_rows.pop(row, None)
+        self._freed_rows[row] = None
         self.sequences[row] = None
         seq.unbind()
         self._free_rows.append(row)
+
+    def tell_again(self, row: int) -> None:
+        """The runner has to be told all of what `row` holds, because it cannot know it."""
+        self._new_rows[row] = None
+
+    def tell_everything_again(self) -> None:
+        """The runner has to be told of all rows: what it has taken in of the last plan is unknown."""
+        self._new_rows = dict.fromkeys(self.rows.tolist())
+        self._freed_rows = dict.fromkeys(self._free_rows)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether rows were filled or emptied since the last `take_news`."""
+        return bool(self._new_rows or self._freed_rows)
+
+    def take_news(self) -> tuple[tuple[NewRow, ...], tuple[int, ...]]:
+        """The rows that were filled and those that were emptied since the last call."""
+        new = tuple(self._describe_row(self.sequences[row]) for row in self._new_rows)
+        freed = tuple(self._freed_rows)
+        self._new_rows, self._freed_rows = {}, {}
+        return new, freed
+
+    @staticmethod
+    def _describe_row(seq: Sequence) -> NewRow:
+        request = seq.request
+        assert seq.row is not None
+        assert request.seed is not None
+        return NewRow(
+            row=seq.row,
+            token_ids=seq.token_ids.copy(),
+            num_prompt_tokens=seq.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            seed=request.seed,
+            sequence_index=seq.index,
+            stop_token_ids=request.stop_token_ids,
+            grammar=None if request.grammar is None else request.grammar.text,
+            adapter_id=0 if request.lora is None else request.lora.lora_int_id,
+        )
 
     def set_prefilling(self, row: int, is_prefilling: bool) -> None:
         """Say whether known tokens of the row are still to be computed before it decodes."""
@@ -272,21 +251,25 @@ class RunningBatch:
         request.num_reserved_seats = count
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray, now: float) -> BoolArray:
-        """Append one token to each of the distinct `rows`; returns which of them have reached an end.
+        """Append one token to each of the distinct `rows`, all of whose known tokens are computed.
 
         Args:
             rows: int32 [n].
             token_ids: int32 [n].
             now: seconds on the engine's clock.
+
+        Returns:
+            Which of them have reached an end: bool [n].
         """
         self.last_token_times.put(rows, now)
-        num_tokens = self.num_tokens[rows]
+        num_tokens = self.num_tokens.take(rows)
         self.token_ids[rows, num_tokens] = token_ids
+        self.num_computed_tokens[rows] = num_tokens  # all but the new one
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
-        ended: BoolArray = num_tokens >= self.token_limits[rows]
+        ended: BoolArray = num_tokens >= self.token_limits.take(rows)
         for stop_ids in self.stop_ids[: self._num_stop_ids]:
-            ended |= stop_ids[rows] == token_ids
+            ended |= stop_ids.take(rows) == token_ids
         if self._many_stop_ids:
             for i, row in enumerate(rows.tolist()):
                 if int(token_ids[i]) in self._many_stop_ids.get(row, ()):

@@ -5,12 +5,14 @@ import numpy as np
 from treadle.request import FinishReason, IntArray, Request, Sequence
 from treadle.scheduler.beams import BeamSearch, Continuation, select
 from treadle.scheduler.lifecycle import leave, release, token_limit
-from treadle.scheduler.plan import SequenceResult
 from treadle.scheduler.state import SchedulerState
 
+Candidates = tuple[tuple[int, float], ...]
+"""(token, log-probability), best first."""
 
-def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequence, SequenceResult]]) -> None:
-    """The best continuations take the beams' places, or the search ends.
+
+def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequence, Candidates]]) -> int:
+    """The best continuations take the beams' places, or the search ends; returns how many tokens were generated.
 
     Args:
         state: of the scheduler.
@@ -26,7 +28,7 @@ def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequenc
         beam.last_token_time = now
     going_on, ending = select(
         [seq.cumulative_logprob for seq in beams],
-        [answer.candidates for _, answer in answers],
+        [candidates for _, candidates in answers],
         request.sampling_params.n,
         request.stop_token_ids,
     )
@@ -43,8 +45,9 @@ def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequenc
         is_over = True
     if is_over:
         _end(state, request)
-        return
-    _replace(state, request, beams, going_on)
+    else:
+        _replace(state, request, beams, going_on)
+    return len(going_on) + len(ending)
 
 
 def _token_ids(beams: list[Sequence], continuation: Continuation) -> IntArray:
@@ -86,6 +89,8 @@ def _replace(
     state.kv.reassign(request.sequences, parents)
     for seq, c, token_ids, num_computed in zip(request.sequences, continuations, tokens, computed, strict=True):
         seq.replace_tokens(token_ids, num_computed)
+        assert seq.row is not None
+        state.batch.tell_again(seq.row)
         seq.cumulative_logprob = c.cumulative_logprob
     for seq in sequences[len(continuations) :]:
         release(state, seq)

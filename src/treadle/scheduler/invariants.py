@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import numpy as np
+
 from treadle.errors import EngineError
 from treadle.kvcache import BlockPool
 from treadle.request import RequestStatus, Sequence
@@ -122,31 +124,32 @@ def _check_queues(scheduler: Scheduler) -> None:
 
 def _check_plan(scheduler: Scheduler, plan: StepPlan, tables: dict[Sequence, list[int]]) -> None:
     config, kv, batch = scheduler.config, scheduler.kv, scheduler.batch
-    rows = [s.row for s in plan.sequences] + plan.decode_rows.tolist()
+    rows = plan.rows.tolist()
+    num_ahead = len(plan.drafts)
+    num_known = plan.num_prefills + plan.num_decodes
+    decoded = plan.counts[plan.num_prefills : num_known]
     _require(len(set(rows)) == len(rows), "a sequence is in the step twice")
     _require(len(rows) <= config.max_num_seqs, "more sequences than seats")
     _require(plan.num_batched_tokens <= config.max_num_batched_tokens, "more tokens than budget")
-    _require(not plan.blocks_to_swap_out or not plan.blocks_to_swap_in, "swap-out and swap-in share a step")
+    _require(not plan.moves.swap_out or not plan.moves.swap_in, "swap-out and swap-in share a step")
+    _require(int(decoded.sum()) == len(decoded) + num_ahead, "drafts and counts do not agree")
+    candidates = np.zeros(len(rows), dtype=np.int32) if plan.candidates is None else plan.candidates
+    entries = zip(rows, plan.starts.tolist(), plan.counts.tolist(), (plan.samples + candidates).tolist(), strict=True)
     writes: list[tuple[Sequence, int]] = []
-    for scheduled in plan.sequences:
-        seq = batch.sequences[scheduled.row]
-        _require(seq is not None, f"row {scheduled.row} is scheduled and empty")
-        _require(scheduled.start == seq.num_computed_tokens, f"{seq}: scheduled from {scheduled.start}")
-        _require(scheduled.count > 0, f"{seq}: scheduled without tokens")
-        end = scheduled.start + scheduled.count
-        _require(end <= seq.num_tokens, f"{seq}: scheduled beyond its tokens")
-        _require(
-            bool(scheduled.num_samples or scheduled.num_candidates) == (end == seq.num_tokens),
-            f"{seq}: samples at the wrong place",
-        )
-        _require(seq.shares is None, f"{seq}: scheduled before what it shares is computed")
-        writes += [(seq, position) for position in range(scheduled.start, end)]
-    for row in plan.decode_rows.tolist():
+    for i, (row, start, count, asks) in enumerate(entries):
         seq = batch.sequences[row]
-        _require(seq is not None, f"row {row} decodes and is empty")
-        _require(seq.num_computed_tokens == seq.num_tokens - 1, f"{seq}: decodes with tokens missing")
-        first = seq.num_computed_tokens
-        writes += [(seq, first + i) for i in range(1 + plan.num_lookahead_slots)]
+        _require(seq is not None, f"row {row} is scheduled and empty")
+        _require(start == seq.num_computed_tokens, f"{seq}: scheduled from {start}")
+        _require(count > 0, f"{seq}: scheduled without tokens")
+        end = start + count
+        if i < plan.num_prefills:
+            _require(end <= seq.num_tokens, f"{seq}: scheduled beyond its tokens")
+        else:
+            _require(start == seq.num_tokens - 1, f"{seq}: decodes with tokens missing")
+            _require(end <= batch.token_limits[row], f"{seq}: more drafts than tokens may come")
+        _require(bool(asks) == (end >= seq.num_tokens), f"{seq}: samples at the wrong place")
+        _require(seq.shares is None, f"{seq}: scheduled before what it shares is computed")
+        writes += [(seq, position) for position in range(start, end)]
     for seq, position in writes:
         number = position // kv.block_size
         _require(number < len(tables[seq]), f"{seq}: scheduled beyond its blocks")

@@ -14,7 +14,7 @@ import math
 from treadle.kvcache import AllocationPlan, BlockPairs
 from treadle.outputs import PreemptionRecord
 from treadle.request import FinishReason, Request, RequestStatus, Sequence
-from treadle.scheduler.plan import PreemptionMode
+from treadle.scheduler.report import PreemptionMode
 from treadle.scheduler.state import SchedulerState
 
 
@@ -37,6 +37,7 @@ def admit(state: SchedulerState, request: Request, plan: AllocationPlan) -> None
     if request.metrics.first_scheduled_time is None:
         request.metrics.first_scheduled_time = state.clock.now()
         request.metrics.num_cached_tokens = plan.num_cached_tokens
+        state.num_cached_tokens += plan.num_cached_tokens
         state.order.admitted(request)
 
 
@@ -46,6 +47,8 @@ def preempt(state: SchedulerState, request: Request, mode: PreemptionMode, for_r
     Returns (device block, host block) to copy.
     """
     pairs: BlockPairs = []
+    for seq in request.live_sequences:
+        seq.num_ever_computed_tokens = max(seq.num_ever_computed_tokens, seq.num_computed_tokens)
     if mode is PreemptionMode.SWAP:
         pairs = state.kv.swap_out(request)
         _unseat(state, request)
@@ -81,6 +84,7 @@ def recompute_lost(state: SchedulerState, request: Request) -> None:
             state.kv.free_host(seq)
     else:
         for seq in request.live_sequences:
+            seq.num_ever_computed_tokens = max(seq.num_ever_computed_tokens, seq.num_computed_tokens)
             seq.set_num_computed_tokens(0)  # nothing of it may be found
             state.kv.free(seq)
         _unseat(state, request)

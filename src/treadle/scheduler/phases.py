@@ -4,6 +4,7 @@ Every request runs at its rank: a request never loses blocks to one behind it, e
 priority (`displacement`).
 """
 
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -12,14 +13,8 @@ from treadle.kvcache import AllocStatus, BlockPairs
 from treadle.request import FinishReason, IntArray, Request, Sequence
 from treadle.scheduler import guards, lifecycle
 from treadle.scheduler.beams import num_candidates
-from treadle.scheduler.plan import (
-    Preemption,
-    PreemptionMode,
-    Refusal,
-    ScheduledSequence,
-    StepPlan,
-    WaitReason,
-)
+from treadle.scheduler.plan import NO_MOVES, NO_NEW_BLOCKS, NO_NUMBERS, BlockMoves, NewBlocks, StepPlan, ones
+from treadle.scheduler.report import Preemption, PreemptionMode, Refusal, StepReport, WaitReason
 from treadle.scheduler.state import BlockRefusal, SchedulerState
 
 
@@ -31,24 +26,42 @@ class Cut(Enum):
     NEVER = "none"
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Known tokens of a sequence that the step computes: a prompt, or a part of one.
+
+    Attributes:
+        seq: whose.
+        start, count: position of the first token, and how many.
+        num_samples: tokens to sample after the last one: 0 while more is to be computed, several at a fork.
+        num_candidates: most likely next tokens to report (beam search).
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+    num_samples: int
+    num_candidates: int
+
+
 class Phases:
     """One step in the making. Each phase takes what it can get of the budget that is left.
 
     Attributes:
         remaining_tokens: what is left of the token budget.
-        sequences: prompts, parts of prompts and beams in the step so far.
+        parts: prompts and parts of prompts in the step so far.
         decode_rows: plain decodes in the step so far.
         preempted: who lost its blocks in this step.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._lookahead = state.num_lookahead_slots
         self.remaining_tokens = state.config.max_num_batched_tokens
-        self.sequences: list[ScheduledSequence] = []
-        self.decode_rows: IntArray = np.empty(0, dtype=np.int32)
+        self.parts: list[Part] = []
+        self.decode_rows: IntArray = NO_NUMBERS
         self.preempted: list[Preemption] = []
-        self._beams: list[ScheduledSequence] = []
+        self._num_drafts: IntArray | None = None  # of each of decode_rows, if one has any
+        self._beams: IntArray = NO_NUMBERS
         self._swapped_in: list[str] = []
         self._ignored: list[str] = []
         self._refusals: list[Refusal] = []
@@ -59,7 +72,7 @@ class Phases:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is in the step so far."""
-        return not self.sequences and not len(self.decode_rows) and not self._beams
+        return not self.parts and not len(self.decode_rows) and not len(self._beams)
 
     @property
     def num_decoding(self) -> int:
@@ -69,26 +82,79 @@ class Phases:
 
     def plan(self) -> StepPlan:
         """Close the step."""
-        state = self._state
-        self._explain_first_waiting()
-        self.decode_rows.flags.writeable = False
+        state, batch, kv, parts = self._state, self._state.batch, self._state.kv, self.parts
+        rows = self.decode_rows
+        num_decodes = len(rows)
+        candidates = None
+        if parts or len(self._beams):
+            rows = np.array([part.seq.row for part in parts], dtype=np.int32)
+            rows = np.concatenate([rows, self.decode_rows, self._beams])
+        starts = batch.num_computed_tokens.take(rows)
+        counts = samples = ones(len(rows))
+        if parts:
+            counts, samples = counts.copy(), samples.copy()
+            counts[: len(parts)] = [part.count for part in parts]
+            samples[: len(parts)] = [part.num_samples for part in parts]
+        if self._num_drafts is not None:
+            counts = counts.copy()
+            counts[len(parts) : len(parts) + num_decodes] += self._num_drafts
+        if batch.has_beams:
+            samples, candidates = samples.copy(), np.zeros(len(rows), dtype=np.int32)
+            samples[len(parts) + num_decodes :] = 0
+            candidates[: len(parts)] = [part.num_candidates for part in parts]
+            candidates[len(parts) + num_decodes :] = [
+                self._num_candidates(batch.sequences[row]) for row in self._beams
+            ]
+        new_rows, freed_rows = batch.take_news() if batch.has_news else ((), ())
+        new_blocks = NO_NEW_BLOCKS
+        if new_rows or kv.has_changes:
+            new_blocks = NewBlocks(*kv.take_changes([new.row for new in new_rows]))
+        moves = NO_MOVES
+        if self._swap_outs or self._swap_ins or self._copies:
+            copies = [pair for pairs in self._copies.values() for pair in pairs]
+            moves = BlockMoves(tuple(self._swap_outs), tuple(self._swap_ins), tuple(copies))
         return StepPlan(
             step=state.step,
-            sequences=(*self.sequences, *self._beams),
-            decode_rows=self.decode_rows,
-            batch=state.batch,
-            block_tables=state.kv.block_tables,
-            num_lookahead_slots=self._lookahead,
-            blocks_to_swap_out=tuple(self._swap_outs),
-            blocks_to_swap_in=tuple(self._swap_ins),
-            blocks_to_copy=tuple(pair for pairs in self._copies.values() for pair in pairs),
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            num_prefills=len(parts),
+            num_decodes=num_decodes,
+            candidates=candidates,
+            drafts=NO_NUMBERS if self._num_drafts is None else self._drafts(),
+            new_rows=new_rows,
+            freed_rows=freed_rows,
+            new_blocks=new_blocks,
+            moves=moves,
+        )
+
+    def report(self, plan: StepPlan) -> StepReport:
+        """What became of whom in planning the step."""
+        self._explain_first_waiting()
+        state = self._state
+        return StepReport(
+            plan=plan,
+            time=state.clock.now(),
             preempted=tuple(self.preempted),
             swapped_in=tuple(self._swapped_in),
             ignored=tuple(self._ignored),
             refusals=tuple(self._refusals),
             num_waiting=len(state.waiting),
-            running_queue_size=len(state.batch),
+            num_running=len(state.batch),
+            num_used_blocks=state.kv.pool.num_blocks - state.kv.num_available_blocks,
         )
+
+    def _drafts(self) -> IntArray:
+        """The drafts that the step checks, one decode's after the other's."""
+        assert self._num_drafts is not None
+        drafts, some = self._state.batch.drafts, np.flatnonzero(self._num_drafts)
+        kept = [drafts[int(self.decode_rows[i])][: self._num_drafts[i]] for i in some.tolist()]
+        return np.concatenate(kept).astype(np.int32)
+
+    @staticmethod
+    def _num_candidates(seq: Sequence) -> int:
+        return num_candidates(seq.request.sampling_params, len(seq.request.stop_token_ids))
 
     def _explain_first_waiting(self) -> None:
         refused = {refusal.request_id for refusal in self._refusals}
@@ -138,8 +204,8 @@ class Phases:
         """
         batch, kv = self._state.batch, self._state.kv
         rows = batch.decoding_rows()
-        needed = batch.num_tokens[rows] + self._lookahead
-        growing = needed > kv.num_tokens_covered[rows]
+        needed = batch.num_tokens.take(rows)
+        growing = needed > kv.num_tokens_covered.take(rows)
         shared = rows[:0]
         if batch.num_groups:
             shared = kv.rows_with_shared_tail(rows, batch.num_computed_tokens[rows])
@@ -209,7 +275,7 @@ class Phases:
     def _num_blocks_needed(self, sequences: list[Sequence]) -> int:
         kv, batch = self._state.kv, self._state.batch
         rows = np.array([seq.row for seq in sequences], dtype=np.int32)
-        missing = kv.missing_blocks(rows, batch.num_tokens[rows] + self._lookahead).sum()
+        missing = kv.missing_blocks(rows, batch.num_tokens[rows]).sum()
         return int(missing) + kv.num_copies_needed(rows, batch.num_computed_tokens[rows])
 
     def _make_room_for(self, request: Request, num_blocks: int) -> bool:
@@ -230,7 +296,7 @@ class Phases:
         """Take the blocks that sequences of one request need to decode; the caller has seen to it."""
         kv, batch = self._state.kv, self._state.batch
         rows = np.array([seq.row for seq in sequences], dtype=np.int32)
-        missing = kv.missing_blocks(rows, batch.num_tokens[rows] + self._lookahead)
+        missing = kv.missing_blocks(rows, batch.num_tokens[rows])
         if missing.any():
             kv.append(rows[missing > 0], missing[missing > 0])
         if request.sampling_params.n > 1:
@@ -240,28 +306,42 @@ class Phases:
 
     def _add_decodes(self, rows: IntArray) -> None:
         batch = self._state.batch
+        self.remaining_tokens -= len(rows)
         if batch.has_beams:
             is_beam = batch.is_beam[rows]
-            for seq in batch.sequences[rows[is_beam]]:
-                self._add_beam(seq)
+            self._beams = np.concatenate([self._beams, rows[is_beam]])
             rows = rows[~is_beam]
         self.decode_rows = np.concatenate([self.decode_rows, rows]) if len(self.decode_rows) else rows
-        self.remaining_tokens -= len(rows) * (1 + self._lookahead)
+        if batch.drafts:
+            self._take_drafts()
 
-    def _add_beam(self, seq: Sequence) -> None:
-        request = seq.request
-        assert seq.row is not None
-        self._beams.append(
-            ScheduledSequence(
-                request.request_id,
-                seq.row,
-                start=seq.num_computed_tokens,
-                count=1,
-                num_candidates=num_candidates(request.sampling_params, len(request.stop_token_ids)),
-                is_prefill=False,
-            )
-        )
-        self.remaining_tokens -= 1
+    def _take_drafts(self) -> None:
+        """Let the decodes check the tokens that the runner proposes, as far as budget and free blocks go.
+
+        A draft that finds no room is dropped: none preempts anybody, or ends a sequence early.
+        """
+        batch, kv, most = self._state.batch, self._state.kv, self._state.config.num_lookahead_slots
+        taken = 0 if self._num_drafts is None else len(self._num_drafts)
+        num_drafts = np.zeros(len(self.decode_rows), dtype=np.int32)
+        if self._num_drafts is not None:
+            num_drafts[:taken] = self._num_drafts
+        for i, row in enumerate(self.decode_rows[taken:].tolist(), start=taken):
+            draft = batch.drafts.get(row)
+            if draft is None:
+                continue
+            num_tokens = int(batch.num_tokens[row])
+            # The last token that a sequence may have needs no KV.
+            room = int(batch.token_limits[row]) - num_tokens - 1
+            count = min(len(draft), most, room, self.remaining_tokens)
+            one = self.decode_rows[i : i + 1]
+            missing = kv.missing_blocks(one, batch.num_tokens[one] + count)
+            if missing[0] > kv.num_available_blocks:
+                count = int(kv.num_tokens_covered[row]) - num_tokens
+            elif missing[0]:
+                kv.append(one, missing)
+            num_drafts[i] = max(0, min(count, len(draft)))
+            self.remaining_tokens -= int(num_drafts[i])
+        self._num_drafts = num_drafts if num_drafts.any() else None
 
     # Preemption
 
@@ -310,10 +390,10 @@ class Phases:
         is_last = start + count == seq.num_tokens
         samples = candidates = 0
         if is_last and params.use_beam_search:
-            candidates = num_candidates(params, len(request.stop_token_ids))
+            candidates = self._num_candidates(seq)
         elif is_last:
             samples = 1 if request.is_forked else params.n
-        self.sequences.append(ScheduledSequence(request.request_id, seq.row, start, count, samples, candidates))
+        self.parts.append(Part(seq, start, count, samples, candidates))
         self.remaining_tokens -= count
 
     def _why_no_tokens(self, needed: int, cut: Cut) -> WaitReason | None:
@@ -346,11 +426,11 @@ class Phases:
         sequences = request.live_sequences
         if state.batch.num_free_seats < request.num_seats:
             return WaitReason.NO_SEAT
-        if self.remaining_tokens < len(sequences) * (1 + self._lookahead):
+        if self.remaining_tokens < len(sequences):
             return WaitReason.NO_BUDGET
         if guards.lacks_adapter(state, request):
             return WaitReason.ADAPTER
-        status = state.kv.can_swap_in(request, self._lookahead, guards.headroom(state, request))
+        status = state.kv.can_swap_in(request, guards.headroom(state, request))
         if status is AllocStatus.NEVER:
             self._give_up(request)
             return None

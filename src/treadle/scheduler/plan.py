@@ -1,130 +1,151 @@
-"""The whole contract between scheduler and runner: a StepPlan goes in, a StepResult comes back."""
+"""The whole contract between scheduler and runner: a StepPlan goes in, a StepResult comes back.
+
+Both are data: arrays and small frozen records that can be pickled, without a reference to anything that lives. A
+runner that has seen nothing but the sequence of plans computes the same bits, in this process or in another.
+"""
 
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from treadle.request import IntArray, Request, Sequence
-from treadle.scheduler.batch import RunningBatch
+from treadle.request import IntArray
+from treadle.sampling_params import SamplingParams
 
-
-class WaitReason(Enum):
-    """Why a request was not admitted."""
-
-    NO_BLOCKS = "no free blocks"
-    NO_SEAT = "no free seat"
-    NO_BUDGET = "token budget used up"
-    NOT_WHOLE = "prompt does not fit the rest of the budget"
-    ADAPTER = "too many adapters"
-    SWAPPED_FIRST = "a swapped request is before it"
-    PREEMPTION = "a preemption in this step"
-    DECODE_STEP = "decode step"
+Pairs = tuple[tuple[int, int], ...]
 
 
-class PreemptionMode(StrEnum):
-    """How a request gives up its blocks: to be computed again, or moved to the host tier."""
-
-    RECOMPUTE = "recompute"
-    SWAP = "swap"
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A request that was looked at and has to go on waiting, and why; those behind it wait for it."""
-
-    request_id: str
-    reason: WaitReason
+@lru_cache(maxsize=4096)
+def ones(count: int) -> IntArray:
+    """Read-only ones, int32 [count]: what plain decodes compute and sample."""
+    return _constant(np.ones(count, dtype=np.int32))
 
 
-@dataclass(frozen=True, slots=True)
-class Preemption:
-    """A request that lost its blocks in this step, and for whom (itself, when nobody was behind it)."""
-
-    request_id: str
-    for_request_id: str
-    mode: PreemptionMode
+def _constant(array: IntArray) -> IntArray:
+    array.flags.writeable = False
+    return array
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """A sequence in the step that is not a plain decode: a prompt, a part of one, or a beam.
+NO_NUMBERS = _constant(np.empty(0, dtype=np.int32))
+"""int32 [0]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewRow:
+    """What a runner has to know of a row whose content it does not know yet.
 
     Attributes:
-        request_id: whose it is.
-        row: its row in the batch.
-        start: position of the first token to compute; everything before it is computed.
-        count: tokens to compute.
-        num_samples: tokens to sample after the last one: 0 while more is to be computed, several where a
-            prompt forks.
-        num_candidates: most likely next tokens to report with their log-probabilities (beam search).
-        is_prefill: whether it computes tokens known at its admission.
+        row: the row's number.
+        token_ids: int32 [num_tokens], all known tokens: the prompt, and what was generated after it.
+        num_prompt_tokens: how many of them are the prompt.
+        sampling_params: how to choose its tokens.
+        seed: of the sampling noise.
+        sequence_index: number of the sequence within its request; part of the sampling noise.
+        stop_token_ids: every id that ends the sequence; masked before `min_tokens`.
+        grammar: text of the grammar that the output has to obey, None without one.
+        adapter_id: LoRA adapter, 0 for the base model.
     """
 
-    request_id: str
     row: int
-    start: int
-    count: int
-    num_samples: int = 0
-    num_candidates: int = 0
-    is_prefill: bool = True
+    token_ids: IntArray
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    sequence_index: int
+    stop_token_ids: frozenset[int]
+    grammar: str | None
+    adapter_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewBlocks:
+    """Changes of the block tables since the last plan: block `blocks[i]` now stands at `places[i]` of `rows[i]`.
+
+    A place that occurs several times has its last value.
+
+    Attributes:
+        rows, places, blocks: int32 [n].
+    """
+
+    rows: IntArray
+    places: IntArray
+    blocks: IntArray
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Copies of blocks, all done before the forward pass, in this order.
+
+    Attributes:
+        swap_out: (device block, host block).
+        swap_in: (host block, device block).
+        copy: (device block, device block).
+    """
+
+    swap_out: Pairs = ()
+    swap_in: Pairs = ()
+    copy: Pairs = ()
+
+
+NO_NEW_BLOCKS = NewBlocks(NO_NUMBERS, NO_NUMBERS, NO_NUMBERS)
+NO_MOVES = BlockMoves()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """What one step runs.
 
-    Block moves are done first, in this order: swap-outs, swap-ins, copies.
+    Entry i of the arrays says: row `rows[i]` computes `counts[i]` tokens from position `starts[i]`, then samples
+    `samples[i]` tokens. Prompts and parts of prompts come first, then decodes, then beams.
 
     Attributes:
         step: number of the step, from 1.
-        sequences: prompts and parts of prompts, then beams.
-        decode_rows: int32 [n], rows that compute their last token and sample the next one.
-        batch: the rows' arrays; they do not change until `update`.
-        block_tables: int32 [rows, max_blocks], block ids by row.
-        num_lookahead_slots: slots after the next token that each decoding row may write.
-        blocks_to_swap_out: (device block, host block).
-        blocks_to_swap_in: (host block, device block).
-        blocks_to_copy: (device block, device block).
-        preempted: who lost its blocks while the step was planned.
-        swapped_in: who came back from the host tier.
-        ignored: who was ended with an error, because it cannot go on even alone.
-        refusals: who was looked at and has to wait, and why.
-        num_waiting: requests in the waiting queue after planning.
-        running_queue_size: requests in the running queue after planning.
+        rows, starts, counts: int32 [n].
+        samples: int32 [n]: 0 while a prompt is not finished, n where it forks, 1 for a decode, 0 for a beam.
+        num_prefills: entries that compute tokens known at admission; the first ones.
+        num_decodes: entries after those that decode; their count is 1, or 1 + the number of the row's drafts.
+        candidates: int32 [n], most likely next tokens to report with their log-probabilities (beam search); None
+            if no entry asks for any.
+        drafts: int32 [sum of the decodes' counts - 1], proposed tokens of the decodes, one entry's after the other's.
+        new_rows: rows whose content is new since the last plan, with all that they hold.
+        freed_rows: rows that were emptied since the last plan.
+        new_blocks: what has changed in the block tables since the last plan.
+        moves: copies of blocks, done before the forward pass.
     """
 
     step: int
-    sequences: tuple[ScheduledSequence, ...]
-    decode_rows: IntArray
-    batch: RunningBatch
-    block_tables: IntArray
-    num_lookahead_slots: int = 0
-    blocks_to_swap_out: tuple[tuple[int, int], ...] = ()
-    blocks_to_swap_in: tuple[tuple[int, int], ...] = ()
-    blocks_to_copy: tuple[tuple[int, int], ...] = ()
-    preempted: tuple[Preemption, ...] = ()
-    swapped_in: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
-    num_waiting: int = 0
-    running_queue_size: int = 0
+    rows: IntArray
+    starts: IntArray
+    counts: IntArray
+    samples: IntArray
+    num_prefills: int = 0
+    num_decodes: int = 0
+    candidates: IntArray | None = None
+    drafts: IntArray = field(default_factory=lambda: NO_NUMBERS)
+    new_rows: tuple[NewRow, ...] = ()
+    freed_rows: tuple[int, ...] = ()
+    new_blocks: NewBlocks = NO_NEW_BLOCKS
+    moves: BlockMoves = NO_MOVES
 
     @property
-    def num_prefill_groups(self) -> int:
-        """Sequences in the step that compute prompt tokens."""
-        return sum(s.is_prefill for s in self.sequences)
+    def decode_rows(self) -> IntArray:
+        """Rows that decode: int32 [num_decodes]."""
+        return self.rows[self.num_prefills : self.num_prefills + self.num_decodes]
 
     @property
     def num_batched_tokens(self) -> int:
-        """Tokens that the step computes, lookahead slots included."""
-        return len(self.decode_rows) * (1 + self.num_lookahead_slots) + sum(s.count for s in self.sequences)
+        """Tokens that the step computes, drafts included."""
+        return int(self.counts.sum())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens known at admission that the step computes, for the first time or again."""
+        return int(self.counts[: self.num_prefills].sum())
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step runs nothing."""
-        return not self.sequences and not len(self.decode_rows)
+        """Whether the step computes nothing."""
+        return not len(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,62 +167,32 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
-    """The runner's answer for one ScheduledSequence.
-
-    Attributes:
-        token_ids: the sampled tokens, `num_samples` of them, for the request's sequences in their order.
-        logprobs: one per token, if the request asked.
-        candidates: (token, log-probability), best first, `num_candidates` of them.
-        prompt_logprobs: for the tokens at positions start + 1 … of the prompt, as far as this part
-            reaches; empty unless the request asked.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    candidates: tuple[tuple[int, float], ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The runner's answer to a StepPlan, in the plan's order.
+    """The runner's answer to a StepPlan, in the order of its entries.
 
     Attributes:
-        sequences: one per entry of `plan.sequences`.
-        decode_token_ids: int32 [len(plan.decode_rows)], sampled tokens; with lookahead slots
-            [len(plan.decode_rows), 1 + num_lookahead_slots].
-        num_accepted: int32 [len(plan.decode_rows)], with lookahead slots: how many of each row's tokens
-            count, at least 1. The KV of all but the last of them is in place.
-        logprobs: row → log-probabilities of the row's sampled token, for rows that asked.
-        errors: sequences whose requests cannot go on, and why.
+        token_ids: int32 [m], the sampled tokens: `samples[i]` for each entry i, for the request's sequences in their
+            order; if the plan has drafts, `num_accepted` for each decode.
+        num_accepted: int32 [num_decodes], only if the plan has drafts: how many tokens of each decode count, at
+            least 1. The KV of all but the last of them is in place.
+        logprobs: place in `token_ids` → log-probabilities, for rows that asked.
+        candidates: entry → (token, log-probability), best first, for entries that ask for candidates.
+        prompt_logprobs: entry → log-probabilities of the tokens at positions start + 1 … of the prompt, as far as
+            the entry reaches, for rows that asked.
+        drafts: row → int32 [k], tokens that may come next; the next plan may have them checked.
+        errors: (row, why) for sequences that cannot go on.
     """
 
-    sequences: tuple[SequenceResult, ...]
-    decode_token_ids: IntArray
+    token_ids: IntArray
     num_accepted: IntArray | None = None
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    errors: tuple[tuple[Sequence, str], ...] = ()
+    candidates: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    drafts: dict[int, IntArray] = field(default_factory=dict)
+    errors: tuple[tuple[int, str], ...] = ()
 
     @staticmethod
     def nothing() -> "StepResult":
         """The answer to an empty plan."""
-        return StepResult((), np.empty(0, dtype=np.int32))
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
-    """What a step changed, for whoever turns tokens into answers.
-
-    Attributes:
-        sequences: object [n], the sequences that got a token; with lookahead one may get several, in order.
-        token_ids: int32 [n], the tokens.
-        logprobs: place in `sequences` → log-probabilities, for sequences that asked.
-        prompt_logprobs: request, position of the first token, log-probabilities of the tokens from there.
-    """
-
-    sequences: npt.NDArray[np.object_]
-    token_ids: IntArray
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: list[tuple[Request, int, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
+        return StepResult(NO_NUMBERS)

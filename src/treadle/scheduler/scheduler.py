@@ -1,29 +1,39 @@
 """The scheduler: three verbs (add, schedule, update) over three queues: waiting, running, swapped.
 
 It knows requests, rows and block ids. It knows no tensors, no text and no threads. What moves a request from
-queue to queue is in lifecycle.py, what a step may do in phases.py, and what it does in policies/.
+queue to queue is in lifecycle.py, what a step may do in phases.py, what it does in policies/, and what its result
+changes in results.py.
 """
 
 import operator
-
-import numpy as np
+from dataclasses import replace
 
 from treadle.clock import Clock, SystemClock
 from treadle.config import CacheConfig, SchedulerConfig
 from treadle.errors import ConfigError, EngineError, InvalidRequestError, Overloaded
 from treadle.kvcache import KVCacheManager
-from treadle.request import FinishReason, IntArray, Request, Sequence
-from treadle.scheduler import beam_step, lifecycle
+from treadle.request import FinishReason, Request, Sequence
+from treadle.scheduler import lifecycle
 from treadle.scheduler.ageing import Ageing
 from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.phases import Phases
-from treadle.scheduler.plan import SequenceResult, StepOutputs, StepPlan, StepResult, TokenLogprobs
+from treadle.scheduler.plan import StepPlan, StepResult
 from treadle.scheduler.policies.registry import (
     WHOLE_PROMPT_POLICIES,
     make_phase_policy,
     make_queue_order,
 )
 from treadle.scheduler.queue import RankedQueue
+from treadle.scheduler.report import (
+    BlockHolders,
+    PreemptionMode,
+    StepOutputs,
+    StepReport,
+    block_holders,
+    count_blocks,
+    describe_step,
+)
+from treadle.scheduler.results import take_result
 from treadle.scheduler.state import SchedulerState
 
 
@@ -34,17 +44,18 @@ class Scheduler:
         config: limits and policies. `max_model_len` must fit the pool: one sequence can always run alone.
         cache_config: shape of the KV cache.
         clock: where times come from.
+
+    Attributes:
+        report: what became of whom in planning the latest step.
+        wants_details: whether reports are to have details.
     """
 
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, clock: Clock | None = None) -> None:
-        slots_of_one = config.max_model_len + config.num_lookahead_slots
-        if slots_of_one > cache_config.num_slots:
-            lookahead = f" and {config.num_lookahead_slots} lookahead slots" if config.num_lookahead_slots else ""
+        if config.max_model_len > cache_config.num_slots:
             raise ConfigError(
                 "max_model_len",
                 f"must be at most the {cache_config.num_slots} tokens that the KV pool holds "
-                f"({cache_config.num_blocks} blocks of {cache_config.block_size}); "
-                f"got {config.max_model_len}{lookahead}",
+                f"({cache_config.num_blocks} blocks of {cache_config.block_size}); got {config.max_model_len}",
             )
         if config.policy in WHOLE_PROMPT_POLICIES and config.max_num_batched_tokens < config.max_model_len:
             raise ConfigError(
@@ -63,13 +74,15 @@ class Scheduler:
                 num_host_blocks=cache_config.num_host_blocks,
                 block_size=cache_config.block_size,
                 max_rows=config.max_num_seqs,
-                max_tokens=slots_of_one,
+                max_tokens=config.max_model_len,
                 enable_prefix_caching=cache_config.enable_prefix_caching,
             ),
             batch=RunningBatch(config.max_num_seqs, config.max_model_len),
             order=make_queue_order(config),
-            num_lookahead_slots=config.num_lookahead_slots,
         )
+        self.report: StepReport | None = None
+        self.wants_details = False
+        self._arrived: list[Request] = []
         self._aborts_after_step: list[str] = []
         self._plan: StepPlan | None = None
         self._num_added = 0
@@ -99,11 +112,6 @@ class Scheduler:
         return self._state.swapped
 
     @property
-    def num_lookahead_slots(self) -> int:
-        """Slots that each decoding sequence gets beyond its next token, in the steps to come."""
-        return self._state.num_lookahead_slots
-
-    @property
     def num_steps(self) -> int:
         """Steps planned so far; the number of the last one."""
         return self._state.step
@@ -117,6 +125,14 @@ class Scheduler:
     def has_undelivered_requests(self) -> bool:
         """Whether requests have ended that `take_finished` has not handed out."""
         return bool(self._state.finished)
+
+    def count_blocks(self) -> dict[str, int]:
+        """How many blocks of the two tiers are in which state, see `report.count_blocks`."""
+        return count_blocks(self._state)
+
+    def block_holders(self) -> BlockHolders:
+        """Who holds which block of the device tier now."""
+        return block_holders(self._state)
 
     def unfinished_requests(self) -> list[Request]:
         """Every request that is waiting, running or swapped, in order of arrival."""
@@ -169,6 +185,7 @@ class Scheduler:
         self._state.requests[request.request_id] = request
         self._state.waiting.add(request)
         self._ageing.watch(request)
+        self._arrived.append(request)
 
     def abort(self, request_id: str) -> None:
         """End a request early; while a step executes this takes effect after it. Unknown ids are ignored."""
@@ -188,19 +205,6 @@ class Scheduler:
         if not seq.is_finished:
             lifecycle.end_sequence(self._state, seq, reason, stop_reason)
 
-    def set_num_lookahead_slots(self, count: int) -> None:
-        """Change the number of lookahead slots for the steps to come.
-
-        Args:
-            count: 0 up to the number that the scheduler was made for.
-        """
-        if not 0 <= count <= self.config.num_lookahead_slots:
-            raise ConfigError(
-                "num_lookahead_slots",
-                f"must be 0 to {self.config.num_lookahead_slots}, as set at the start; got {count}",
-            )
-        self._state.num_lookahead_slots = count
-
     def take_finished(self) -> list[Request]:
         """Hand out the requests that have ended since the last call, each once."""
         finished, self._state.finished = self._state.finished, []
@@ -210,48 +214,29 @@ class Scheduler:
         """Plan the next step. The result must come back through `update` or `fail` before the next call."""
         if self._plan is not None:
             raise EngineError("schedule() was called again before update() or fail()")
-        self._state.step += 1
-        self._ageing.apply(self._state)
+        state = self._state
+        state.step += 1
+        state.num_cached_tokens = 0
+        self._ageing.apply(state)
         before = self._queue_lengths()
-        phases = Phases(self._state)
+        phases = Phases(state)
         phases.displacement()
         self._policy.run(phases)
         plan = phases.plan()
+        report = phases.report(plan)
+        if self.wants_details:
+            report = replace(report, details=describe_step(state, plan, self._arrived))
+        self._arrived.clear()
         self._watch_progress(plan, has_changed=self._queue_lengths() != before)
-        for preemption in plan.preempted:
-            self._ageing.watch(self._state.requests[preemption.request_id])
-        self._plan = plan
+        for preemption in report.preempted:
+            self._ageing.watch(state.requests[preemption.request_id])
+        self._plan, self.report = plan, report
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take a step's result into the requests: append tokens, see who has ended, free what they held."""
         self._close(plan)
-        batch = self._state.batch
-        prompt_logprobs: list[tuple[Request, int, tuple[TokenLogprobs, ...]]] = []
-        first: list[tuple[Sequence, int, TokenLogprobs | None]] = []
-        beams: dict[Request, list[tuple[Sequence, SequenceResult]]] = {}
-        for scheduled, answer in zip(plan.sequences, result.sequences, strict=True):
-            seq: Sequence = batch.sequences[scheduled.row]
-            computed = scheduled.start + scheduled.count
-            if scheduled.is_prefill:
-                lifecycle.computed(self._state, seq, computed)
-            else:
-                seq.set_num_computed_tokens(computed)
-            if answer.prompt_logprobs:
-                prompt_logprobs.append((seq.request, scheduled.start + 1, answer.prompt_logprobs))
-            if scheduled.num_candidates:
-                beams.setdefault(seq.request, []).append((seq, answer))
-            elif scheduled.num_samples:
-                targets = [seq]
-                if scheduled.num_samples > 1:
-                    targets = lifecycle.fork(self._state, seq.request, scheduled.num_samples)
-                logprobs = answer.logprobs or (None,) * len(targets)
-                first += zip(targets, answer.token_ids, logprobs, strict=True)
-        outputs = self._append(plan, result, first, prompt_logprobs)
-        for request, answers in beams.items():
-            beam_step.advance(self._state, request, answers)
-        for seq, error in result.errors:
-            self._fail_request(seq, error)
+        outputs = take_result(self._state, plan, result)
         self._apply_aborts()
         return outputs
 
@@ -261,101 +246,25 @@ class Scheduler:
         Requests whose blocks were to be moved between the tiers are computed again instead.
         """
         self._close(plan)
+        assert self.report is not None
         batch = self._state.batch
-        swapped_out = {p.request_id for p in plan.preempted if p.mode == "swap"}
-        for request_id in sorted(swapped_out | set(plan.swapped_in)):
+        swapped_out = {p.request_id for p in self.report.preempted if p.mode is PreemptionMode.SWAP}
+        for request_id in sorted(swapped_out | set(self.report.swapped_in)):
             request = self._state.requests.get(request_id)
             if request is not None:
                 lifecycle.recompute_lost(self._state, request)
-        rows = [s.row for s in plan.sequences] + plan.decode_rows.tolist()
-        for seq in [batch.sequences[row] for row in rows]:
+        for seq in batch.sequences[plan.rows]:
             if seq is not None and not seq.is_finished:
                 lifecycle.end_request(self._state, seq.request, FinishReason.ERROR, error=error)
+        batch.tell_everything_again()
         self._apply_aborts()
 
     # Inside
-
-    def _append(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        first: list[tuple[Sequence, int, TokenLogprobs | None]],
-        prompt_logprobs: list[tuple[Request, int, tuple[TokenLogprobs, ...]]],
-    ) -> StepOutputs:
-        """Append the step's tokens, those after prompts first, and end the sequences that have come to an end."""
-        batch, kv = self._state.batch, self._state.kv
-        now = self._clock.now()
-        for seq, _, _ in first:
-            if seq.request.metrics.first_token_time is None:
-                seq.request.metrics.first_token_time = now
-        rounds = self._decode_rounds(plan, result)
-        logprobs = {i: value for i, (_, _, value) in enumerate(first) if value is not None}
-        if result.logprobs:
-            at = {row: len(first) + i for i, row in enumerate(plan.decode_rows.tolist())}
-            logprobs |= {at[row]: value for row, value in result.logprobs.items()}
-        if first:
-            rows = np.array([seq.row for seq, _, _ in first], dtype=np.int32)
-            tokens = np.array([token for _, token, _ in first], dtype=np.int32)
-            rounds[0] = (np.concatenate([rows, rounds[0][0]]), np.concatenate([tokens, rounds[0][1]]))
-        sequences, token_ids = [], []
-        for rows, tokens in rounds:
-            alive = batch.sequences[rows]
-            if len(rounds) > 1:  # with lookahead a sequence may have ended in an earlier round
-                still = np.array([seq is not None for seq in alive], dtype=np.bool_)
-                rows, tokens, alive = rows[still], tokens[still], alive[still]
-            if not len(rows):
-                continue
-            sequences.append(alive)
-            token_ids.append(tokens)
-            ended = batch.append_tokens(rows, tokens, now)
-            # All tokens but the new one are computed now.
-            batch.num_computed_tokens[rows] = batch.num_tokens[rows] - 1
-            for i in np.flatnonzero(ended).tolist():
-                self._end_by_token(alive[i], int(tokens[i]))
-        if plan.num_lookahead_slots:
-            rows = np.array([row for row in plan.decode_rows.tolist() if batch.sequences[row]], dtype=np.int32)
-            kv.trim(rows, batch.num_tokens[rows])
-        if len(sequences) == 1:
-            return StepOutputs(sequences[0], token_ids[0], logprobs, prompt_logprobs)
-        if not sequences:
-            nobody = np.empty(0, dtype=np.object_)
-            return StepOutputs(nobody, np.empty(0, dtype=np.int32), logprobs, prompt_logprobs)
-        return StepOutputs(np.concatenate(sequences), np.concatenate(token_ids), logprobs, prompt_logprobs)
-
-    @staticmethod
-    def _decode_rounds(plan: StepPlan, result: StepResult) -> list[tuple[IntArray, IntArray]]:
-        """The decodes' rows and tokens; with lookahead first everybody's first token, then the second ones, …"""
-        accepted = result.num_accepted
-        if accepted is None or not len(accepted):
-            return [(plan.decode_rows, result.decode_token_ids.reshape(-1))]
-        rounds = []
-        for i in range(int(accepted.max())):
-            has_more = accepted > i
-            rounds.append((plan.decode_rows[has_more], result.decode_token_ids[has_more, i]))
-        return rounds
-
-    def _end_by_token(self, seq: Sequence, token_id: int) -> None:
-        request = seq.request
-        if token_id in request.stop_token_ids:
-            named = request.sampling_params.stop_token_ids or ()
-            lifecycle.end_sequence(self._state, seq, FinishReason.STOP, token_id if token_id in named else None)
-        else:
-            lifecycle.end_sequence(self._state, seq, FinishReason.LENGTH)
 
     def _close(self, plan: StepPlan) -> None:
         if plan is not self._plan:
             raise EngineError(f"step {plan.step} is not the one being executed")
         self._plan = None
-
-    def _fail_request(self, seq: Sequence, error: str) -> None:
-        """The runner could not go on with a sequence: its request ends, also if the last token has just ended it."""
-        request = seq.request
-        if seq.is_finished:
-            seq.finish_reason = FinishReason.ERROR
-        if request.is_finished:
-            request.error = error
-        else:
-            lifecycle.end_request(self._state, request, FinishReason.ERROR, error=error)
 
     def _apply_aborts(self) -> None:
         aborts, self._aborts_after_step = self._aborts_after_step, []

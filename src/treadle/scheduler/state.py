@@ -33,7 +33,7 @@ class SchedulerState:
         finished: ended and not handed out yet.
         beams: the searches of running, waiting or swapped requests that use beams.
         adapters: LoRA adapter → running requests that use it.
-        num_lookahead_slots: slots per decoding row in the steps to come.
+        num_cached_tokens: prompt tokens that the cache held, of requests admitted in the step that is planned.
         step: number of the step that is planned.
         block_refusal: why the first waiting request was refused last.
     """
@@ -49,6 +49,6 @@ class SchedulerState:
     finished: list[Request] = field(default_factory=list)
     beams: dict[Request, BeamSearch] = field(default_factory=dict)
     adapters: dict[int, int] = field(default_factory=dict)
-    num_lookahead_slots: int = 0
+    num_cached_tokens: int = 0
     step: int = 0
     block_refusal: BlockRefusal | None = None

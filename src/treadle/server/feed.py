@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from treadle.clock import Clock
@@ -10,7 +10,7 @@ from treadle.engine.async_engine import AsyncEngine
 from treadle.engine.state_record import describe_state
 from treadle.engine.step_record import StepDescriber, StepRecord
 from treadle.request import Request
-from treadle.scheduler import Scheduler, StepPlan
+from treadle.scheduler import Scheduler, StepOutputs, StepReport
 
 MAX_PENDING = 500
 """Records that wait for a slow reader; instead of more it gets the state anew, and is told how many it missed."""
@@ -52,18 +52,22 @@ class StepFeed:
         self._describer = StepDescriber(scheduler, clock)
         self._followers: set[_Follower] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._describes = False
+        self._finished: list[Request] = []
 
-    def on_schedule(self, plan: StepPlan) -> None:
-        """Describe the step before it runs (in the engine's thread)."""
-        self._describes = bool(self._followers)
-        if self._describes:
-            self._describer.begin(plan)
+    @property
+    def wants_details(self) -> bool:
+        """Whether somebody follows."""
+        return bool(self._followers)
 
-    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
-        """Hand the record to the event loop."""
-        if self._describes and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._publish, self._describer.end(finished))
+    def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
+        """Hand the step's record to the event loop (in the engine's thread)."""
+        if not self._followers or self._loop is None:
+            self._finished = []
+            return
+        self._finished += finished
+        if report is not None and report.details is not None:
+            self._loop.call_soon_threadsafe(self._publish, self._describer.describe(report, self._finished))
+            self._finished = []
 
     def _publish(self, record: StepRecord) -> None:
         for follower in tuple(self._followers):

@@ -5,7 +5,7 @@ An observer counts in the engine's thread, a few additions per step; a scrape re
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from treadle.engine.step_record import describe_blocks
 from treadle.request import Request
-from treadle.scheduler import Scheduler, StepPlan
+from treadle.scheduler import Scheduler, StepOutputs, StepReport
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
@@ -88,10 +87,9 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self._scheduler = scheduler
         self._labels = [model_name, "0"]
-        self._sampling_rows: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
-        self._token_times: npt.NDArray[np.float64] = np.empty(0)
-        self._awaiting_first: list[Request] = []
         self._num_prompt_tokens = 0
+        self._num_recomputed_tokens = 0
+        self._num_cached_tokens = 0
         self._num_generated_tokens = 0
         self._finished: Counter[str] = Counter()
         self._preemptions: Counter[str] = Counter()
@@ -101,41 +99,34 @@ class Metrics(Collector):
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.registry.register(self)
 
-    def on_schedule(self, plan: StepPlan) -> None:
-        """Note who is to get a token, and when each got its latest one."""
-        batch = plan.batch
-        prompts_that_end = [s.row for s in plan.sequences if s.num_samples or s.num_candidates]
-        self._sampling_rows = np.append(plan.decode_rows, np.array(prompts_that_end, dtype=np.int32))
-        self._token_times = batch.last_token_times[self._sampling_rows]
-        requests = [batch.sequences[row].request for row in prompts_that_end]
-        self._awaiting_first = [r for r in requests if r.metrics.first_token_time is None]
-
-    def on_update(self, plan: StepPlan, finished: Iterable[Request]) -> None:
-        """Count the step and the requests that ended with it."""
-        num_decodes = len(plan.decode_rows)
-        self._num_prompt_tokens += sum(s.count for s in plan.sequences if s.is_prefill)
-        self._num_generated_tokens += num_decodes + sum(s.num_samples for s in plan.sequences)
-        self._histograms["vllm:iteration_tokens_total"].add(plan.num_batched_tokens)
-        kind = "idle" if plan.is_empty else "mixed" if plan.sequences and num_decodes else "decode"
-        self._steps["prefill" if plan.sequences and not num_decodes else kind] += 1
-        self._count_tokens(plan)
-        for preemption in plan.preempted:
-            self._preemptions[preemption.mode.value] += 1
-        for refusal in plan.refusals:
-            self._refusals[refusal.reason.value] += 1
-        for name in ("swap_out", "swap_in", "copy"):
-            self._block_moves[name] += len(getattr(plan, f"blocks_to_{name}"))
+    def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
+        """Count the step and the requests that ended."""
+        if report is not None:
+            self._count_step(report)
+        if outputs is not None:
+            self._num_prompt_tokens += outputs.num_prompt_tokens
+            self._num_recomputed_tokens += outputs.num_recomputed_tokens
+            self._num_cached_tokens += outputs.num_cached_tokens
+            self._num_generated_tokens += outputs.num_generated_tokens
+            gaps = outputs.token_gaps
+            self._histograms["vllm:inter_token_latency_seconds"].add_all(gaps[gaps > 0])  # NaN: it was the first
+            for wait in outputs.first_token_waits:
+                self._histograms["vllm:time_to_first_token_seconds"].add(wait)
         for request in finished:
             self._count_finished(request)
 
-    def _count_tokens(self, plan: StepPlan) -> None:
-        """What each sequence has waited for its token, preempted or passed over meanwhile or not."""
-        gaps = plan.batch.last_token_times[self._sampling_rows] - self._token_times
-        self._histograms["vllm:inter_token_latency_seconds"].add_all(gaps[gaps > 0])  # NaN: it was the first; 0: none
-        for request in self._awaiting_first:
-            waited = request.metrics.time_to_first_token
-            if waited is not None:
-                self._histograms["vllm:time_to_first_token_seconds"].add(waited)
+    def _count_step(self, report: StepReport) -> None:
+        plan = report.plan
+        self._histograms["vllm:iteration_tokens_total"].add(plan.num_batched_tokens)
+        num_decodes = len(plan.rows) - plan.num_prefills
+        kind = "mixed" if plan.num_prefills and num_decodes else "prefill" if plan.num_prefills else "decode"
+        self._steps["idle" if plan.is_empty else kind] += 1
+        for preemption in report.preempted:
+            self._preemptions[preemption.mode.value] += 1
+        for refusal in report.refusals:
+            self._refusals[refusal.reason.value] += 1
+        for name in ("swap_out", "swap_in", "copy"):
+            self._block_moves[name] += len(getattr(plan.moves, name))
 
     def _count_finished(self, request: Request) -> None:
         metrics = request.metrics
@@ -177,7 +168,13 @@ class Metrics(Collector):
             "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", kv.num_prefix_queries
         )
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", kv.num_prefix_hits)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens computed.", self._num_prompt_tokens)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens computed, each once.", self._num_prompt_tokens)
+        yield self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", self._num_cached_tokens
+        )
+        yield self._counter(
+            "treadle:recomputed_tokens", "Tokens computed again after a preemption.", self._num_recomputed_tokens
+        )
         yield self._counter("vllm:generation_tokens", "Tokens generated.", self._num_generated_tokens)
         yield self._counter("vllm:num_preemptions", "Preemptions.", sum(self._preemptions.values()))
         yield self._by("vllm:request_success", "Requests that ended, by reason.", "finished_reason", self._finished)
@@ -187,7 +184,7 @@ class Metrics(Collector):
             "treadle:refusals", "Times that the first waiting request was refused.", "reason", self._refusals
         )
         yield self._by("treadle:block_moves", "Blocks swapped and copied.", "move", self._block_moves)
-        states = describe_blocks(scheduler)
+        states = scheduler.count_blocks()
         blocks = {state: states[state] for state in ("free", "cached", "referenced")}
         yield self._by("treadle:kv_blocks", "KV blocks by state.", "state", blocks, GaugeMetricFamily)
         for name, histogram in self._histograms.items():

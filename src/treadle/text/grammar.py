@@ -2,6 +2,7 @@
 
 import json
 import threading
+import weakref
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,12 @@ class Grammar:
     """A compiled grammar.
 
     Args:
+        text: the grammar, as llguidance reads it.
         start: a matcher that has seen nothing; it stays so.
     """
 
-    def __init__(self, start: llguidance.LLMatcher) -> None:
+    def __init__(self, text: str, start: llguidance.LLMatcher) -> None:
+        self.text = text
         self._start = start
 
     def matcher(self) -> "Matcher":
@@ -77,6 +80,7 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
+        self._in_use: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
         self._compile_text = lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
@@ -87,13 +91,24 @@ class GrammarCompiler:
             text = _grammar_text(params)
         except ValueError as error:
             raise InvalidRequestError(FIELD, str(error)) from None
-        return self._compile_text(text)
+        return self.find(text)
+
+    def find(self, text: str) -> Grammar:
+        """The compiled grammar of `text`: one that a request still holds, one that is kept, or a new one.
+
+        Args:
+            text: the grammar, as llguidance reads it.
+        """
+        in_use = self._in_use.get(text)
+        if in_use is None:
+            in_use = self._in_use[text] = self._compile_text(text)
+        return in_use
 
     def _compile(self, text: str) -> Grammar:
         matcher = llguidance.LLMatcher(self._get_vocabulary(), text, log_level=0)
         if matcher.is_error():
             raise InvalidRequestError(FIELD, matcher.get_error().strip())
-        return Grammar(matcher)
+        return Grammar(text, matcher)
 
     def _get_vocabulary(self) -> llguidance.LLTokenizer:
         """The vocabulary as llguidance needs it, made when the first request asks (a quarter of a second)."""

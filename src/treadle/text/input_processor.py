@@ -78,13 +78,16 @@ class InputProcessor:
         tokenizer: of the model.
         limits: what a request may ask for.
         eos_token_ids: the model's end-of-sequence ids.
+
+    Attributes:
+        grammars: compiles what requests ask for; a runner finds compiled grammars here.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: RequestLimits, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._grammars = GrammarCompiler(tokenizer, limits.vocab_size, eos_token_ids)
+        self.grammars = GrammarCompiler(tokenizer, limits.vocab_size, eos_token_ids)
 
     def make_requests(
         self,
@@ -154,7 +157,7 @@ class InputProcessor:
             lora=options.lora_request,
             cache_salt=prompt.cache_salt,
             prompt=prompt.text,
-            grammar=None if structured is None else self._grammars.compile(structured),
+            grammar=None if structured is None else self.grammars.compile(structured),
         )
 
 

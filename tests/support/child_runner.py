@@ -1,0 +1,91 @@
+"""A runner in another process, which sees nothing of a request but the pickled plans.
+
+The parent starts `python -m support.child_runner` and talks to it through pipes, one pickle after the other.
+"""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+
+class Child:
+    """A process that loads a model once and runs plans on it.
+
+    Args:
+        folder: of the model.
+        build: of the native kernels.
+        int8: whether weights are int8; else bfloat16.
+    """
+
+    def __init__(self, folder, build, int8):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "support.child_runner"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parent.parent,
+        )
+        self.ask((str(folder), build, int8))
+
+    def runner(self, **shape):
+        """A runner that has seen no plan."""
+        self.ask(shape)
+        return ChildRunner(self)
+
+    def ask(self, message):
+        pickle.dump(message, self.process.stdin)
+        self.process.stdin.flush()
+        answer = pickle.load(self.process.stdout)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self):
+        self.process.communicate()
+
+
+class ChildRunner:
+    supports_lora = False
+
+    def __init__(self, child):
+        self._child = child
+
+    def execute(self, plan):
+        return self._child.ask(plan)
+
+
+def main():
+    from support.engines import make_runner
+    from support.native import native_library
+    from treadle.models.native import NativeModel
+    from treadle.models.registry import load_path
+    from treadle.scheduler import StepPlan
+
+    pipe = sys.stdout.buffer
+    sys.stdout = sys.stderr
+    runner = loaded = model = None
+    while True:
+        try:
+            message = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answer = None
+        try:
+            if isinstance(message, StepPlan):
+                answer = runner.execute(message)
+            elif isinstance(message, dict):
+                runner = make_runner(loaded, model, **message)
+            else:
+                folder, build, int8 = message
+                loaded = load_path(Path(folder))
+                model = NativeModel(
+                    loaded.config, loaded.weights, library=native_library(build), int8=int8, max_model_len=2048
+                )
+        except Exception as error:
+            answer = error
+        pickle.dump(answer, pipe)
+        pipe.flush()
+
+
+if __name__ == "__main__":
+    main()
