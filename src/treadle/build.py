@@ -18,11 +18,11 @@ from treadle.engine.recorder import StepRecorder
 from treadle.engine_config import EngineConfig, parse_memory_size, parse_swap_space
 from treadle.errors import ConfigError
 from treadle.memory import available_bytes
-from treadle.models.config import ModelConfig
 from treadle.models.llama import LlamaModel
 from treadle.models.loaders import LoadedModel
 from treadle.models.native import NativeModel
 from treadle.models.registry import load_model
+from treadle.models.spec import ModelSpec
 from treadle.runner import KVStorage, ModelRunner
 from treadle.runner.backend import Backend
 from treadle.runner.native_backend import NativeBackend, NativeKVStorage
@@ -188,7 +188,7 @@ def _backend(model: LlamaModel | NativeModel, cache: CacheConfig, compute: Compu
     return TorchBackend(model, storage, int8_kv=compute.int8_kv)
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
+def _max_model_len(config: EngineConfig, model: ModelSpec) -> tuple[int, str]:
     """The length, and what set it."""
     length, reason = model.max_position_embeddings, "the model's length"
     if config.max_model_len is not None:

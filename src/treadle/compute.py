@@ -9,8 +9,8 @@ from treadle.engine_config import EngineConfig
 from treadle.errors import ConfigError
 from treadle.kernels.cpu import KernelBuildError, Library, best_build, load_library, missing_features
 from treadle.kernels.cpu.library import kv_cache_struct
-from treadle.models.config import ModelConfig
 from treadle.models.native import why_not_native
+from treadle.models.spec import ModelSpec
 
 logger = logging.getLogger("treadle")
 
@@ -34,7 +34,7 @@ class Compute:
     library: Library | None
     num_threads: int
 
-    def block_bytes(self, model: ModelConfig, block_size: int) -> int:
+    def block_bytes(self, model: ModelSpec, block_size: int) -> int:
         """Bytes of a KV block of all layers."""
         if self.library is not None:
             struct = kv_cache_struct(
@@ -56,7 +56,7 @@ class Compute:
         return f"{numbers} on {self.device.type} with torch"
 
 
-def choose_compute(config: EngineConfig, model: ModelConfig) -> Compute:
+def choose_compute(config: EngineConfig, model: ModelSpec) -> Compute:
     """What computes `model` under a user's settings.
 
     Raises:
@@ -99,7 +99,7 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _library(config: EngineConfig, model: ModelConfig) -> Library | None:
+def _library(config: EngineConfig, model: ModelSpec) -> Library | None:
     """The native kernels, if they can be had; what was asked for by name and cannot be had is an error."""
     if config.cpu_kernels == "off":
         return None

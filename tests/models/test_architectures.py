@@ -82,7 +82,7 @@ def edit_config(folder, **changes):
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
             "rope type 'yarn'.*default, linear, llama3",
         ),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"hidden_act": "gelu"}, "mlp.activation 'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' are not supported"),
     ],
 )
@@ -90,7 +90,7 @@ def test_unsupported_is_named(changes, message, tmp_path):
     make_model("llama2", tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(UnsupportedModelError, match=message):
-        load_model(str(tmp_path))
+        load(tmp_path)
 
 
 def test_missing_and_misshapen_weights_are_named(tmp_path):

@@ -9,7 +9,7 @@ from support.native import RUNNABLE, native_library
 from support.tiny import CASES, VOCAB, make_model
 from treadle import SamplingParams
 from treadle.models.llama import LlamaModel
-from treadle.models.native import NativeModel, why_not_native
+from treadle.models.native import NativeModel
 from treadle.models.registry import load_model
 from treadle.scheduler import BlockMoves
 
@@ -113,18 +113,3 @@ def test_swapping_and_copying_moves_whole_blocks(tmp_path):
     backend.move_blocks(BlockMoves(swap_out=((0, 2), (1, 0)), swap_in=((2, 3),), copy=((3, 1),)))
     assert [int(pool[block, 0]) for block in range(4)] == [1, 1, 3, 1]
     assert (pool == pool[:, :1]).all()
-
-
-def test_sizes_that_are_refused():
-    import dataclasses
-
-    from treadle.models.config import ModelConfig, RopeConfig
-
-    config = ModelConfig(
-        architecture="LlamaForCausalLM", vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=130, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, max_position_embeddings=16,
-        tie_word_embeddings=True, rope=RopeConfig(),
-    )  # fmt: skip
-    assert "65 query heads share a KV head" in why_not_native(config)
-    assert "head_dim is 320" in why_not_native(dataclasses.replace(config, num_attention_heads=2, head_dim=320))
-    assert why_not_native(dataclasses.replace(config, num_attention_heads=128)) is None

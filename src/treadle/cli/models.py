@@ -15,13 +15,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from treadle.models.config import (
-        SUPPORTED_ARCHITECTURES,
-        SUPPORTED_GGUF_ARCHITECTURES,
-        SUPPORTED_ROPE_TYPES,
-    )
+    from treadle.models.architectures import all_architectures, gguf_names, huggingface_names
     from treadle.models.loaders.gguf import SUPPORTED_TYPES
     from treadle.models.registry import EMBEDDED_MODELS
+    from treadle.models.spec import SUPPORTED_ROPE_TYPES
 
     print("Embedded:")
     for model in EMBEDDED_MODELS.values():
@@ -36,10 +33,12 @@ def run(args: argparse.Namespace) -> int:
         for hub_id, num_bytes in cached:
             print(f"  {hub_id}  {num_bytes / 2**20:.0f} MiB")
     print("Any other: --model with a folder in Hugging Face layout, a .gguf file, or a hub id.")
-    print(f"  Architectures: {', '.join(SUPPORTED_ARCHITECTURES)}")
-    print(f"  GGUF architectures: {', '.join(SUPPORTED_GGUF_ARCHITECTURES)}")
+    print(f"  Architectures: {', '.join(huggingface_names())}")
+    print(f"  GGUF architectures: {', '.join(gguf_names())}")
     print(f"  GGUF types: {', '.join(SUPPORTED_TYPES)}")
     print(f"  Rope types: {', '.join(SUPPORTED_ROPE_TYPES)}")
+    for reason in all_architectures().broken:
+        print(f"  Not loaded: {reason}")
     return 0
 
 

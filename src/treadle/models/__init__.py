@@ -1,6 +1,27 @@
 """Finds models, reads their weights and computes them. Needs torch."""
 
-from treadle.models.config import ModelConfig, RopeConfig
+from treadle.models.architecture import Architecture, CheckpointFormat, WeightMap
+from treadle.models.gguf_metadata import GGUF_NAMES, GGUFMetadata, spec_from_gguf
+from treadle.models.huggingface_config import rope_from_huggingface, spec_from_huggingface, with_sliding_windows
 from treadle.models.llama import LlamaModel
+from treadle.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeConfig, repeat_layer
 
-__all__ = ["LlamaModel", "ModelConfig", "RopeConfig"]
+__all__ = [
+    "GGUF_NAMES",
+    "Architecture",
+    "AttentionSpec",
+    "CheckpointFormat",
+    "GGUFMetadata",
+    "LayerSpec",
+    "LlamaModel",
+    "MLPSpec",
+    "ModelSpec",
+    "NormSpec",
+    "RopeConfig",
+    "WeightMap",
+    "repeat_layer",
+    "rope_from_huggingface",
+    "spec_from_gguf",
+    "spec_from_huggingface",
+    "with_sliding_windows",
+]

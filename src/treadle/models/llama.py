@@ -1,4 +1,4 @@
-"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 are one computation with a few switches.
+"""The forward pass in plain torch: it interprets a ModelSpec and knows no architecture.
 
 Shapes: T tokens of a step, E hidden size, H query heads, K key-value heads, D head dimension, I
 intermediate size, V vocabulary.
@@ -11,13 +11,22 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from treadle.errors import UnsupportedModelError
 from treadle.kernels import reference as kernels
-from treadle.models.config import ModelConfig
 from treadle.models.loaders.base import WeightSource
 from treadle.models.rope import rotary_tables
+from treadle.models.spec import LayerSpec, ModelSpec, unsupported_property
 
 INT8_GROUP = 64
 """Neighbouring activations that share a scale under int8 quantization."""
+
+SUPPORTED = {
+    "attention.kind": ("grouped-query",),
+    "norm.kind": ("rms",),
+    "mlp.kind": ("gated",),
+    "mlp.activation": ("silu",),
+}
+"""Properties of a layer, and their values that are computed here."""
 
 
 class Attention(Protocol):
@@ -44,6 +53,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    spec: LayerSpec
     input_norm: torch.Tensor  # [E]
     qkv: _Linear  # [(H + 2K) × D, E]
     q_norm: torch.Tensor | None  # [D]
@@ -58,7 +68,7 @@ class LlamaModel:
     """Weights and forward pass.
 
     Args:
-        config: sizes and variants.
+        config: what the model is made of.
         weights: where the tensors come from.
         dtype: of weights and activations.
         device: where to compute.
@@ -66,11 +76,15 @@ class LlamaModel:
         int8: whether weights (per output channel) and activations (per group of 64) are rounded to what int8
             holds. The products stay in `dtype`: this shows what int8 computes, and is not fast.
         on_progress: called with a number from 0 to 1 while weights are read.
+
+    Raises:
+        UnsupportedModelError: a layer that is not computed here; names the property.
+        ModelLoadError: a weight is missing or has another shape.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelSpec,
         weights: WeightSource,
         *,
         dtype: torch.dtype,
@@ -79,6 +93,9 @@ class LlamaModel:
         int8: bool = False,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
+        reason = unsupported_property(config, SUPPORTED)
+        if reason is not None:
+            raise UnsupportedModelError(reason)
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -86,8 +103,8 @@ class LlamaModel:
         self._int8 = int8
         self._embedding = self._get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._layers = []
-        for i in range(config.num_hidden_layers):
-            self._layers.append(self._load_layer(i))
+        for i, layer in enumerate(config.layers):
+            self._layers.append(self._load_layer(i, layer))
             on_progress((i + 1) / config.num_hidden_layers)
         self._norm = self._get("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
@@ -96,8 +113,10 @@ class LlamaModel:
         else:
             lm_head = self._round(self._get("lm_head.weight", config.vocab_size, config.hidden_size))
         self._lm_head = _Linear(lm_head, None, int8)
-        cos, sin = rotary_tables(config.rope, config.head_dim, max_model_len, dtype)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        self._rotary = {}  # rope → cosines and sines, [max_model_len, D] each
+        for rope in {layer.attention.rope for layer in config.layers if layer.attention.rope is not None}:
+            cos, sin = rotary_tables(rope, config.head_dim, max_model_len, dtype)
+            self._rotary[rope] = cos.to(device), sin.to(device)
         del self._weights
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
@@ -108,57 +127,60 @@ class LlamaModel:
             positions: int64 [T], of each token in its sequence.
             attention: stores keys and values, and attends.
         """
-        config = self.config
-        eps = config.rms_norm_eps
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        cos = self._cos[positions].unsqueeze(1)  # [T, 1, D]
-        sin = self._sin[positions].unsqueeze(1)
+        rotary = {
+            rope: (cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))  # [T, 1, D] each
+            for rope, (cos, sin) in self._rotary.items()
+        }
         x = F.embedding(token_ids, self._embedding)  # [T, E]
         for i, layer in enumerate(self._layers):
+            spec, eps = layer.spec.attention, layer.spec.norm.eps
             h = kernels.rms_norm(x, layer.input_norm, eps)
-            q, k, v = torch.split(layer.qkv(h), [q_size, kv_size, kv_size], dim=-1)
-            q = q.view(-1, config.num_attention_heads, config.head_dim)  # [T, H, D]
-            k = k.view(-1, config.num_key_value_heads, config.head_dim)  # [T, K, D]
+            q, k, v = torch.split(layer.qkv(h), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+            q = q.view(-1, spec.num_heads, spec.head_dim)  # [T, H, D]
+            k = k.view(-1, spec.num_kv_heads, spec.head_dim)  # [T, K, D]
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = kernels.rms_norm(q, layer.q_norm, eps)
                 k = kernels.rms_norm(k, layer.k_norm, eps)
-            q = kernels.rotary(q, cos, sin)
-            k = kernels.rotary(k, cos, sin)
+            if spec.rope is not None:
+                cos, sin = rotary[spec.rope]
+                q = kernels.rotary(q, cos, sin)
+                k = kernels.rotary(k, cos, sin)
             x = x + layer.o(attention(i, q, k.flatten(1), v))
             h = kernels.rms_norm(x, layer.post_attention_norm, eps)
             x = x + layer.down(kernels.silu_and_mul(layer.gate_up(h)))
-        return kernels.rms_norm(x, self._norm, eps)
+        return kernels.rms_norm(x, self._norm, self.config.norm.eps)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits over the vocabulary: [n, E] → float32 [n, V]."""
         return self._lm_head(hidden_states).float()
 
-    def _load_layer(self, i: int) -> _Layer:
-        c = self.config
+    def _load_layer(self, i: int, spec: LayerSpec) -> _Layer:
+        hidden_size = self.config.hidden_size
+        attention, mlp = spec.attention, spec.mlp
         name = f"model.layers.{i}"
-        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        has_norm = attention.qk_norm
         return _Layer(
-            input_norm=self._get(f"{name}.input_layernorm.weight", c.hidden_size),
+            spec=spec,
+            input_norm=self._get(f"{name}.input_layernorm.weight", hidden_size),
             qkv=self._linear(
                 {
-                    f"{name}.self_attn.q_proj": q_size,
-                    f"{name}.self_attn.k_proj": kv_size,
-                    f"{name}.self_attn.v_proj": kv_size,
+                    f"{name}.self_attn.q_proj": attention.q_size,
+                    f"{name}.self_attn.k_proj": attention.kv_size,
+                    f"{name}.self_attn.v_proj": attention.kv_size,
                 },
-                c.hidden_size,
-                c.qkv_bias,
+                hidden_size,
+                attention.qkv_bias,
             ),
-            q_norm=self._get(f"{name}.self_attn.q_norm.weight", c.head_dim) if c.qk_norm else None,
-            k_norm=self._get(f"{name}.self_attn.k_norm.weight", c.head_dim) if c.qk_norm else None,
-            o=self._linear({f"{name}.self_attn.o_proj": c.hidden_size}, q_size, c.o_bias),
-            post_attention_norm=self._get(f"{name}.post_attention_layernorm.weight", c.hidden_size),
+            q_norm=self._get(f"{name}.self_attn.q_norm.weight", attention.head_dim) if has_norm else None,
+            k_norm=self._get(f"{name}.self_attn.k_norm.weight", attention.head_dim) if has_norm else None,
+            o=self._linear({f"{name}.self_attn.o_proj": hidden_size}, attention.q_size, attention.o_bias),
+            post_attention_norm=self._get(f"{name}.post_attention_layernorm.weight", hidden_size),
             gate_up=self._linear(
-                {f"{name}.mlp.gate_proj": c.intermediate_size, f"{name}.mlp.up_proj": c.intermediate_size},
-                c.hidden_size,
-                c.mlp_bias,
+                {f"{name}.mlp.gate_proj": mlp.intermediate_size, f"{name}.mlp.up_proj": mlp.intermediate_size},
+                hidden_size,
+                mlp.bias,
             ),
-            down=self._linear({f"{name}.mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
+            down=self._linear({f"{name}.mlp.down_proj": hidden_size}, mlp.intermediate_size, mlp.bias),
         )
 
     def _linear(self, parts: dict[str, int], in_size: int, has_bias: bool) -> _Linear:

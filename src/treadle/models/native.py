@@ -1,6 +1,7 @@
-"""The Llama family on the native CPU kernels: weights packed for them, bfloat16 or int8.
+"""The forward pass on the native CPU kernels: weights packed for them, bfloat16 or int8.
 
-The computation itself is in kernels/cpu/csrc/step.h; models/llama.py is its plain torch twin.
+It interprets a ModelSpec and knows no architecture. The computation itself is in kernels/cpu/csrc/step.h;
+models/llama.py is its plain torch twin.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from treadle.errors import UnsupportedModelError
 from treadle.kernels.cpu.arena import ALIGNMENT, Arena, round_up
 from treadle.kernels.cpu.library import (
     GROUP,
@@ -26,20 +28,47 @@ from treadle.kernels.cpu.library import (
     WeightsStruct,
     pointer,
 )
-from treadle.models.config import ModelConfig
 from treadle.models.loaders.base import WeightSource
 from treadle.models.rope import rotary_tables
+from treadle.models.spec import (
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    RopeConfig,
+    differing_layers,
+    unsupported_property,
+)
 
 GATES = 16  # gates, then as many ups, share a panel: silu(gate) × up is done while both are at hand
 
 
-def why_not_native(config: ModelConfig) -> str | None:
-    """What of a model the native kernels cannot compute; None if they can."""
-    group = config.num_attention_heads // config.num_key_value_heads
+SUPPORTED = {
+    "attention.kind": ("grouped-query",),
+    "norm.kind": ("rms",),
+    "mlp.kind": ("gated",),
+    "mlp.activation": ("silu",),
+}
+"""Properties of a layer, and their values that the kernels compute."""
+
+UNIFORM = ("attention.num_heads", "mlp.intermediate_size", "norm.eps")
+"""Properties that must be the same in all layers: the kernels have one of each for the whole model."""
+
+
+def why_not_native(config: ModelSpec) -> str | None:
+    """What of a model the native kernels cannot compute, in words; None if they compute all of it."""
+    reason = unsupported_property(config, SUPPORTED)
+    for path in UNIFORM:
+        reason = reason or differing_layers(config, path)
+    if reason is not None:
+        return reason
+    layer = config.layers[0]
+    if config.norm.eps != layer.norm.eps:
+        return f"norm.eps of the layers ({layer.norm.eps}) and in front of the output ({config.norm.eps}) differ"
+    group = layer.attention.num_heads // layer.attention.num_kv_heads
     if config.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is {config.head_dim}, the kernels take at most {MAX_HEAD_DIM}"
+        return f"attention.head_dim is {config.head_dim}, the kernels take at most {MAX_HEAD_DIM}"
     if group > MAX_GROUP_SIZE:
-        return f"{group} query heads share a KV head, the kernels take at most {MAX_GROUP_SIZE}"
+        return f"{group} query heads (attention.num_heads) share a KV head, the kernels take at most {MAX_GROUP_SIZE}"
     return None
 
 
@@ -47,17 +76,21 @@ class NativeModel:
     """Packed weights and the compiled forward pass.
 
     Args:
-        config: sizes and variants.
+        config: what the model is made of.
         weights: where the tensors come from; read one at a time, so there is never a second full copy.
         library: the kernels.
         int8: whether weights are int8 with a scale per output channel; else bfloat16.
         max_model_len: positions that the rotary tables cover.
         on_progress: called with a number from 0 to 1 while weights are read.
+
+    Raises:
+        UnsupportedModelError: a layer that the kernels do not compute; names the property.
+        ModelLoadError: a weight is missing or has another shape.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelSpec,
         weights: WeightSource,
         *,
         library: Library,
@@ -65,6 +98,9 @@ class NativeModel:
         max_model_len: int,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
+        reason = why_not_native(config)
+        if reason is not None:
+            raise UnsupportedModelError(reason)
         self.config = config
         self.library = library
         self._int8 = int8
@@ -79,17 +115,17 @@ class NativeModel:
         else:
             embedding = self._embedding()
             head = self._matrix("lm_head.weight", c.vocab_size, c.hidden_size)
+        tables = self._rotary_tables(max_model_len)
         layers = (LayerStruct * c.num_hidden_layers)()
-        for i in range(c.num_hidden_layers):
-            self._load_layer(layers[i], i)
+        for i, layer in enumerate(c.layers):
+            self._load_layer(layers[i], i, layer)
+            layers[i].cosines, layers[i].sines = tables[layer.attention.rope]
             on_progress((i + 1) / c.num_hidden_layers)
-        cosines, sines = rotary_tables(c.rope, c.head_dim, max_model_len, torch.float32)
-        half = c.head_dim // 2
+        first = c.layers[0]
         self._struct = ModelStruct(
-            c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
-            c.head_dim, c.vocab_size, int8, c.rms_norm_eps, embedding, layers,
+            c.hidden_size, first.mlp.intermediate_size, c.num_hidden_layers, first.attention.num_heads,
+            c.num_key_value_heads, c.head_dim, c.vocab_size, int8, first.norm.eps, embedding, layers,
             self._vector("model.norm.weight", c.hidden_size), head,
-            self._keep(cosines[:, :half].contiguous().numpy()), self._keep(sines[:, :half].contiguous().numpy()),
         )  # fmt: skip
         del self._weights
 
@@ -98,12 +134,11 @@ class NativeModel:
         return NativeEngine(self, self._struct, kv)
 
     def _num_bytes(self) -> int:
-        c = self.config
-        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        gates = round_up(c.intermediate_size, GROUP)
+        c, first = self.config, self.config.layers[0]
+        q_size, kv_size, inter = first.attention.q_size, first.attention.kv_size, first.mlp.intermediate_size
         of_layer = [
-            (q_size + 2 * kv_size, c.hidden_size), (c.hidden_size, q_size), (2 * gates, c.hidden_size),
-            (c.hidden_size, c.intermediate_size),
+            (q_size + 2 * kv_size, c.hidden_size), (c.hidden_size, q_size),
+            (2 * round_up(inter, GROUP), c.hidden_size), (c.hidden_size, inter),
         ]  # fmt: skip
         size = self.library.weight_bytes
         total = c.num_hidden_layers * sum(size(n, k, int8=self._int8) for n, k in of_layer)
@@ -112,27 +147,39 @@ class NativeModel:
             total += round_up(c.vocab_size * c.hidden_size * 2, ALIGNMENT)
         return total
 
-    def _load_layer(self, layer: Structure, i: int) -> None:
-        c = self.config
+    def _rotary_tables(self, max_model_len: int) -> dict[RopeConfig | None, tuple[int | None, int | None]]:
+        """Addresses of the cosines and sines of each kind of rotation, [max_model_len, head_dim / 2] each."""
+        half = self.config.head_dim // 2
+        found = {}
+        for rope in {layer.attention.rope for layer in self.config.layers}:
+            if rope is None:  # a rotation by nothing: every number is multiplied by 1 and keeps its bits
+                tables = torch.ones(max_model_len, half), torch.zeros(max_model_len, half)
+            else:
+                cosines, sines = rotary_tables(rope, self.config.head_dim, max_model_len, torch.float32)
+                tables = cosines[:, :half].contiguous(), sines[:, :half].contiguous()
+            found[rope] = self._keep(tables[0].numpy()), self._keep(tables[1].numpy())
+        return found
+
+    def _load_layer(self, layer: Structure, i: int, spec: LayerSpec) -> None:
+        hidden_size, attention = self.config.hidden_size, spec.attention
         name = f"model.layers.{i}"
-        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        layer.input_norm = self._vector(f"{name}.input_layernorm.weight", c.hidden_size)
+        layer.input_norm = self._vector(f"{name}.input_layernorm.weight", hidden_size)
         layer.qkv = self._linear(
             {
-                f"{name}.self_attn.q_proj": q_size,
-                f"{name}.self_attn.k_proj": kv_size,
-                f"{name}.self_attn.v_proj": kv_size,
+                f"{name}.self_attn.q_proj": attention.q_size,
+                f"{name}.self_attn.k_proj": attention.kv_size,
+                f"{name}.self_attn.v_proj": attention.kv_size,
             },
-            c.hidden_size,
-            c.qkv_bias,
+            hidden_size,
+            attention.qkv_bias,
         )
-        if c.qk_norm:
-            layer.q_norm = self._vector(f"{name}.self_attn.q_norm.weight", c.head_dim)
-            layer.k_norm = self._vector(f"{name}.self_attn.k_norm.weight", c.head_dim)
-        layer.o = self._linear({f"{name}.self_attn.o_proj": c.hidden_size}, q_size, c.o_bias)
-        layer.post_norm = self._vector(f"{name}.post_attention_layernorm.weight", c.hidden_size)
-        layer.gate_up = self._gate_up(f"{name}.mlp")
-        layer.down = self._linear({f"{name}.mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias)
+        if attention.qk_norm:
+            layer.q_norm = self._vector(f"{name}.self_attn.q_norm.weight", attention.head_dim)
+            layer.k_norm = self._vector(f"{name}.self_attn.k_norm.weight", attention.head_dim)
+        layer.o = self._linear({f"{name}.self_attn.o_proj": hidden_size}, attention.q_size, attention.o_bias)
+        layer.post_norm = self._vector(f"{name}.post_attention_layernorm.weight", hidden_size)
+        layer.gate_up = self._gate_up(f"{name}.mlp", spec.mlp)
+        layer.down = self._linear({f"{name}.mlp.down_proj": hidden_size}, spec.mlp.intermediate_size, spec.mlp.bias)
 
     def _linear(self, parts: dict[str, int], in_size: int, has_bias: bool) -> Structure:
         """One projection out of several that read the same input: name → output size."""
@@ -142,20 +189,20 @@ class NativeModel:
             bias = torch.cat([self._get(f"{name}.bias", out) for name, out in parts.items()])
         return self._pack(weight, bias)
 
-    def _gate_up(self, name: str) -> Structure:
-        c = self.config
-        gates = round_up(c.intermediate_size, GROUP)
+    def _gate_up(self, name: str, spec: MLPSpec) -> Structure:
+        inter = spec.intermediate_size
+        gates = round_up(inter, GROUP)
 
         def interleave(kind: str, *in_size: int) -> torch.Tensor:
             parts = []
             for part in ("gate_proj", "up_proj"):
                 padded = torch.zeros(gates, *in_size)
-                padded[: c.intermediate_size] = self._get(f"{name}.{part}.{kind}", c.intermediate_size, *in_size)
+                padded[:inter] = self._get(f"{name}.{part}.{kind}", inter, *in_size)
                 parts.append(padded.view(-1, 1, GATES, *in_size))
             return torch.cat(parts, dim=1).reshape(2 * gates, *in_size)
 
-        bias = interleave("bias") if c.mlp_bias else None
-        return self._pack(interleave("weight", c.hidden_size), bias)
+        bias = interleave("bias") if spec.bias else None
+        return self._pack(interleave("weight", self.config.hidden_size), bias)
 
     def _matrix(self, name: str, rows: int, columns: int) -> Structure:
         return self._pack(self._get(name, rows, columns), None)

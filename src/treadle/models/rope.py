@@ -5,7 +5,7 @@ import math
 import torch
 
 from treadle.errors import ModelLoadError
-from treadle.models.config import RopeConfig
+from treadle.models.spec import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

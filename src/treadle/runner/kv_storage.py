@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from treadle.models.config import ModelConfig
+from treadle.models.spec import ModelSpec
 from treadle.runner.block_tiers import BlockTiers
 
 
@@ -24,7 +24,7 @@ class KVStorage:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelSpec,
         *,
         num_blocks: int,
         num_host_blocks: int = 0,

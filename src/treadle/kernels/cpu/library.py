@@ -47,6 +47,7 @@ LayerStruct = _structure(
         ("post_norm", c_void_p),
         ("gate_up", WeightsStruct),
         ("down", WeightsStruct),
+        *_pointers("cosines", "sines"),
     ],
 )
 ModelStruct = _structure(
@@ -58,7 +59,6 @@ ModelStruct = _structure(
         ("layer", POINTER(LayerStruct)),
         ("norm", c_void_p),
         ("head", WeightsStruct),
-        *_pointers("cosines", "sines"),
     ],
 )
 KVCacheStruct = _structure(

@@ -8,9 +8,9 @@ from typing import Any
 import safetensors
 import torch
 
-from treadle.errors import ModelLoadError
-from treadle.models.config import config_from_huggingface
-from treadle.models.loaders.base import LoadedModel
+from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.models.architectures import find_huggingface
+from treadle.models.loaders.base import CheckpointWeights, LoadedModel, read_spec
 from treadle.text import ChatTemplate, Tokenizer
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -24,7 +24,9 @@ def load_huggingface(folder: Path) -> LoadedModel:
         UnsupportedModelError: a model that is not computed here.
     """
     raw = _read_json(folder / "config.json")
-    config = config_from_huggingface(raw)
+    checkpoint = find_huggingface(raw.get("architectures") or [])
+    _refuse_quantized(raw)
+    config = read_spec(checkpoint, raw, "config.json")
     generation = _read_json(folder / "generation_config.json", missing_ok=True)
     tokenizer_config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
     if not (folder / "tokenizer.json").is_file():
@@ -36,7 +38,7 @@ def load_huggingface(folder: Path) -> LoadedModel:
     )
     return LoadedModel(
         config=config,
-        weights=SafetensorsWeights(folder),
+        weights=CheckpointWeights(SafetensorsReader(folder), checkpoint.weights, config),
         tokenizer=tokenizer,
         chat_template=_chat_template(folder, tokenizer_config, tokenizer),
         eos_token_ids=_eos_token_ids(generation, raw, tokenizer),
@@ -44,7 +46,7 @@ def load_huggingface(folder: Path) -> LoadedModel:
     )
 
 
-class SafetensorsWeights:
+class SafetensorsReader:
     """The tensors of all `*.safetensors` files of a folder.
 
     Args:
@@ -52,6 +54,7 @@ class SafetensorsWeights:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.path = folder
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             names = sorted(set(_read_json(index).get("weight_map", {}).values()))
@@ -67,19 +70,24 @@ class SafetensorsWeights:
                 self._files.update(dict.fromkeys(file.keys(), file))
             except Exception as error:  # safetensors' own error type, or an OSError
                 raise ModelLoadError(f"{path}: cannot be read as safetensors ({error})") from error
-        self._folder = folder
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor `name` in `dtype`; ModelLoadError if it is missing or has another shape."""
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor `name`; ModelLoadError if it is missing or not made of floats."""
         file = self._files.get(name)
         if file is None:
-            raise ModelLoadError(f"{self._folder}: the weights lack {name}")
+            raise ModelLoadError(f"{self.path}: the weights lack {name}")
         tensor: torch.Tensor = file.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelLoadError(f"{self._folder}: {name} has shape {tuple(tensor.shape)}, the config needs {shape}")
         if not tensor.is_floating_point():
-            raise ModelLoadError(f"{self._folder}: {name} has dtype {tensor.dtype}, which is not a float")
-        return tensor.to(dtype)
+            raise ModelLoadError(f"{self.path}: {name} has dtype {tensor.dtype}, which is not a float")
+        return tensor
+
+
+def _refuse_quantized(config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"weights quantized by {method!r} are not supported; supported are plain safetensors and GGUF"
+        )
 
 
 def _read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:

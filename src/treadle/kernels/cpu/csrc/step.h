@@ -22,6 +22,8 @@ struct Layer {
   const float* post_norm;
   Weights gate_up;  // per panel 16 gates, then 16 ups
   Weights down;
+  const float* cosines;  // [positions, head_dim / 2]
+  const float* sines;
 };
 
 struct Model {
@@ -32,8 +34,6 @@ struct Model {
   const Layer* layer;
   const float* norm;
   Weights head;
-  const float* cosines;  // [positions, head_dim / 2]
-  const float* sines;
 };
 
 struct Step {
@@ -217,8 +217,8 @@ class Engine {
   // One token's queries, keys and values: normalized, rotated, and written to where attention reads them.
   void rotate_and_store(const Step& step, const Layer& layer, int i, int t, const float* qkv, const Queries& q) const {
     const int D = m_.head_dim, position = step.positions[t];
-    const float* cosines = m_.cosines + int64_t(position) * (D / 2);
-    const float* sines = m_.sines + int64_t(position) * (D / 2);
+    const float* cosines = layer.cosines + int64_t(position) * (D / 2);
+    const float* sines = layer.sines + int64_t(position) * (D / 2);
     const float softmax_scale = LOG2_E / std::sqrt(float(D));
     alignas(64) float head[MAX_DIM], value[MAX_DIM] = {};
     for (int h = 0; h < m_.heads; ++h) {

@@ -1,0 +1,105 @@
+"""The architectures that can be loaded: a module here each, and those that other packages bring.
+
+Every module of this package has an `ARCHITECTURE`. A package registers one of its own under the entry-point group
+`treadle.architectures`; the entry names an `Architecture` object.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple
+
+from treadle.errors import UnsupportedModelError
+from treadle.models.architecture import Architecture, CheckpointFormat
+from treadle.models.gguf_metadata import GGUFMetadata
+
+ENTRY_POINT_GROUP = "treadle.architectures"
+
+
+class Architectures(NamedTuple):
+    """What there is.
+
+    Attributes:
+        usable: those that come with Treadle, by name, then other packages'.
+        broken: why an entry point of another package gives no architecture, in words; one text each.
+    """
+
+    usable: tuple[Architecture, ...]
+    broken: tuple[str, ...]
+
+
+def all_architectures() -> Architectures:
+    """The architectures that come with Treadle, and what the entry points of other packages give."""
+    usable = list(_built_in())
+    broken = []
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: (entry.name, entry.value)):
+        try:
+            usable.append(_load(entry, usable))
+        except Exception as error:  # whatever another package's code raises must not harm other models
+            broken.append(f"entry point {_origin(entry)}: {type(error).__name__}: {error}")
+    return Architectures(tuple(usable), tuple(broken))
+
+
+def find_huggingface(names: Sequence[str]) -> CheckpointFormat[Mapping[str, Any]]:
+    """How to read the architecture that config.json calls by one of `names`; UnsupportedModelError if none can."""
+    for architecture in _one_by_one():
+        if architecture.huggingface.name in names:
+            return architecture.huggingface
+    raise _unsupported(f"architecture {', '.join(names) or '(none named)'}", huggingface_names())
+
+
+def find_gguf(name: str | None) -> CheckpointFormat[GGUFMetadata]:
+    """How to read the architecture that GGUF files call `name`; UnsupportedModelError if none can."""
+    for architecture in _one_by_one():
+        if architecture.gguf is not None and architecture.gguf.name == name:
+            return architecture.gguf
+    raise _unsupported(f"GGUF architecture {name!r}", gguf_names())
+
+
+def huggingface_names() -> list[str]:
+    """What config.json calls the architectures that can be loaded."""
+    return [architecture.huggingface.name for architecture in all_architectures().usable]
+
+
+def gguf_names() -> list[str]:
+    """What GGUF files call the architectures that can be loaded."""
+    return [a.gguf.name for a in all_architectures().usable if a.gguf is not None]
+
+
+def _one_by_one() -> Iterator[Architecture]:
+    # Code of other packages runs only if no architecture of Treadle's own is the right one.
+    yield from _built_in()
+    yield from all_architectures().usable[len(_built_in()) :]
+
+
+@cache
+def _built_in() -> tuple[Architecture, ...]:
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    return tuple(sorted((module.ARCHITECTURE for module in modules), key=lambda a: a.huggingface.name))
+
+
+def _load(entry: EntryPoint, others: Sequence[Architecture]) -> Architecture:
+    architecture = entry.load()
+    if not isinstance(architecture, Architecture):
+        raise TypeError(f"must be a treadle.models.Architecture, not a {type(architecture).__name__}")
+    for other in others:
+        if other.huggingface.name == architecture.huggingface.name:
+            raise ValueError(f"there is another architecture {other.huggingface.name!r}")
+        if other.gguf and architecture.gguf and other.gguf.name == architecture.gguf.name:
+            raise ValueError(f"there is another GGUF architecture {other.gguf.name!r}")
+    return architecture
+
+
+def _origin(entry: EntryPoint) -> str:
+    package = f" of package {entry.dist.name}" if entry.dist is not None else ""
+    return f"{entry.name!r} ({entry.value}){package}"
+
+
+def _unsupported(what: str, names: Sequence[str]) -> UnsupportedModelError:
+    message = f"{what} is not supported; supported are {', '.join(names)}"
+    broken = all_architectures().broken
+    if broken:
+        message += f". Not loaded: {'; '.join(broken)}"
+    return UnsupportedModelError(message)

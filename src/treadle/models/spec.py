@@ -1,0 +1,252 @@
+"""What a decoder-only transformer is made of: data that the loaders make and the forward passes interpret."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from treadle.errors import ModelLoadError, UnsupportedModelError
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+MAX_LAYERS = 4096
+"""More than any model has: a broken file that claims more is refused before memory is taken for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021) and how it was stretched to longer contexts.
+
+    Attributes:
+        theta: base of the frequencies.
+        rope_type: "default", "linear" (positions divided by `factor`) or "llama3" (low frequencies divided
+            by `factor`, with a smooth passage between; Llama 3.1).
+        factor, low_freq_factor, high_freq_factor, original_max_position_embeddings: of the scaling.
+        frequency_divisors: one number per frequency instead of a formula, as GGUF files carry them.
+
+    Raises:
+        UnsupportedModelError: an unknown rope type.
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    frequency_divisors: tuple[float, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in SUPPORTED_ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"rope type {self.rope_type!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """The attention of a layer.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: sizes; groups of query heads share a KV head.
+        rope: rotation of queries and keys; None for a layer without position embedding.
+        kind: "grouped-query" (Ainslie et al. 2023), which covers multi-head and multi-query attention.
+        qkv_bias, o_bias: which projections have a bias.
+        qk_norm: whether queries and keys are normalized per head before the rotation.
+        window: tokens that attention looks back, None for all.
+
+    Raises:
+        ModelLoadError: a size or a window that is no positive integer, or heads that do not divide evenly.
+        UnsupportedModelError: an odd head_dim.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None
+    kind: str = "grouped-query"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, num_heads="num_attention_heads", num_kv_heads="num_key_value_heads", head_dim="head_dim")
+        if self.window is not None:
+            _check_sizes(self, window="sliding_window")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelLoadError(
+                f"config: num_attention_heads ({self.num_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedModelError(f"an odd head_dim ({self.head_dim}) is not supported")
+
+    @property
+    def q_size(self) -> int:
+        """Numbers of a token's queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers of a token's keys, and of its values."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """A normalization.
+
+    Attributes:
+        eps: added to the mean square.
+        kind: "rms" (Zhang and Sennrich 2019).
+    """
+
+    eps: float
+    kind: str = "rms"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """The feed-forward part of a layer.
+
+    Attributes:
+        intermediate_size: numbers between its two projections.
+        kind: "gated": down(activation(gate(x)) × up(x)) (Shazeer 2020).
+        activation: "silu".
+        bias: whether its projections have a bias.
+
+    Raises:
+        ModelLoadError: an intermediate_size that is no positive integer.
+    """
+
+    intermediate_size: int
+    kind: str = "gated"
+    activation: str = "silu"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, intermediate_size="intermediate_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """A layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Attributes:
+        norm: in front of the attention and in front of the MLP.
+        attention, mlp: its two halves.
+    """
+
+    norm: NormSpec
+    attention: AttentionSpec
+    mlp: MLPSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer: embedding, layers, a normalization, output projection.
+
+    A spec may say more than the forward passes compute: each refuses what it cannot (`unsupported_property`).
+
+    Attributes:
+        architecture: what the model's files call it; for messages only.
+        vocab_size, hidden_size: sizes of the embedding and of the output projection.
+        max_position_embeddings: longest sequence it was made for, in tokens.
+        tie_word_embeddings: whether the output projection is the embedding.
+        layers: first to last.
+        norm: in front of the output projection.
+
+    Raises:
+        ModelLoadError: a size that is no positive integer, or no layers.
+        UnsupportedModelError: layers whose keys and values differ in shape.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+
+    def __post_init__(self) -> None:
+        _check_sizes(
+            self,
+            vocab_size="vocab_size",
+            hidden_size="hidden_size",
+            max_position_embeddings="max_position_embeddings",
+            num_hidden_layers="num_hidden_layers",
+        )
+        # A KV block has a slot of one shape for every layer.
+        for path in ("attention.num_kv_heads", "attention.head_dim"):
+            reason = differing_layers(self, path)
+            if reason is not None:
+                raise UnsupportedModelError(f"{reason}; KV blocks hold one shape")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """KV heads of every layer."""
+        return self.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head, in every layer."""
+        return self.layers[0].attention.head_dim
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The shortest window of any layer, in tokens; None if all look back to the first token."""
+        windows = [layer.attention.window for layer in self.layers if layer.attention.window is not None]
+        return min(windows, default=None)
+
+    def kv_bytes_per_token(self, element_size: int) -> int:
+        """Bytes of keys and values that one token takes."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * element_size
+
+
+def repeat_layer(layer: LayerSpec, num_hidden_layers: int) -> tuple[LayerSpec, ...]:
+    """Equal layers; ModelLoadError for a number of layers that makes no sense."""
+    if not isinstance(num_hidden_layers, int) or not 1 <= num_hidden_layers <= MAX_LAYERS:
+        raise ModelLoadError(
+            f"config: num_hidden_layers must be an integer from 1 to {MAX_LAYERS}, got {num_hidden_layers!r}"
+        )
+    return (layer,) * num_hidden_layers
+
+
+def unsupported_property(spec: ModelSpec, supported: Mapping[str, Collection[Any]]) -> str | None:
+    """The first property of a layer that is not among those supported, in words; None if all are.
+
+    Args:
+        spec: of the model.
+        supported: property of LayerSpec, such as "mlp.activation" → the values that can be computed.
+    """
+    for path, values in supported.items():
+        for i, layer in enumerate(spec.layers):
+            value = attrgetter(path)(layer)
+            if value not in values:
+                return f"layer {i}: {path} {value!r} is not supported; supported: {', '.join(map(str, values))}"
+    if spec.norm.kind not in supported["norm.kind"]:
+        return f"norm.kind {spec.norm.kind!r} in front of the output projection is not supported"
+    return None
+
+
+def differing_layers(spec: ModelSpec, path: str) -> str | None:
+    """Two layers that differ in a property of LayerSpec, in words; None if all have the same."""
+    get = attrgetter(path)
+    for i, layer in enumerate(spec.layers):
+        if get(layer) != get(spec.layers[0]):
+            return f"layers 0 and {i} differ in {path} ({get(spec.layers[0])} and {get(layer)})"
+    return None
+
+
+def _check_sizes(owner: object, **names: str) -> None:
+    """Sizes must be positive integers; the message has the name that Hugging Face's config.json uses."""
+    for attribute, name in names.items():
+        value = getattr(owner, attribute)
+        if not isinstance(value, int) or value < 1:
+            raise ModelLoadError(f"config: {name} must be a positive integer, got {value!r}")
