@@ -43,6 +43,7 @@ CASES = {
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "qwen3-bias": ("Qwen3", {"head_dim": 10, "attention_bias": True}),
 }
 
