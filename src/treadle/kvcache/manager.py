@@ -170,12 +170,24 @@ class KVCacheManager:
             return AllocStatus.NEVER
         return AllocStatus.OK if needed + headroom <= self.pool.num_available else AllocStatus.LATER
 
-    def frees_a_block(self, request: Request) -> bool:
-        """Whether freeing a running request would make a block available (not when all are shared)."""
-        rows = [_row(seq) for seq in request.live_sequences]
-        tables = [self.block_tables[row, : self.num_blocks[row]] for row in rows]
-        blocks, own = (tables[0], 1) if len(tables) == 1 else np.unique(np.concatenate(tables), return_counts=True)
-        return bool((self.pool.ref_counts[blocks] == own).any())
+    def freed_by(self, rows: IntArray) -> IntArray:
+        """Blocks that become available when all of `rows` give up theirs: those that only they reference.
+
+        Args:
+            rows: int32 [n], distinct.
+
+        Returns:
+            int32 [blocks], distinct ids.
+        """
+        if len(rows) == 1:  # a table names no block twice
+            blocks: IntArray = self.block_tables[rows[0], : self.num_blocks[rows[0]]]
+            freed: IntArray = blocks[self.pool.ref_counts[blocks] == 1]
+            return freed
+        counts = self.num_blocks[rows]
+        tables = self.block_tables[rows, : counts.max(initial=0)]
+        blocks, own = np.unique(tables[np.arange(tables.shape[1]) < counts[:, None]], return_counts=True)
+        freed = blocks[self.pool.ref_counts[blocks] == own]
+        return freed
 
     def block_table(self, seq: Sequence) -> list[int]:
         """The device blocks of a running sequence, in order."""

@@ -4,7 +4,8 @@ The scheduler fills and empties rows, and notes which ones a runner has to be to
 while its sequence runs; `rows` lists the used rows in rank order.
 """
 
-from bisect import bisect_left
+import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 import numpy as np
@@ -132,23 +133,20 @@ class RunningBatch:
         """All running requests in rank order."""
         return list(dict.fromkeys(seq.request for seq in self.running_sequences()))
 
-    def requests_behind(self, request: Request) -> Iterator[Request]:
-        """Running requests strictly behind `request` in rank, the last one first; valid until one of them leaves."""
+    def rows_behind(self, rank: Rank) -> IntArray:
+        """Rows strictly behind `rank`, in rank order; a view, valid until a row is added or removed."""
+        return self._rows[bisect_right(self._keys, (rank, sys.maxsize)) : len(self._keys)]
+
+    def requests_behind(self, rank: Rank) -> Iterator[Request]:
+        """Running requests strictly behind `rank`, the last one first; valid until one of them leaves."""
         previous = None
         for place in range(len(self._keys) - 1, -1, -1):
-            if self._keys[place][0] <= request.rank:
+            if self._keys[place][0] <= rank:
                 return
-            other: Request = self.sequences[self._rows[place]].request
-            if other is not previous:
-                yield other
-            previous = other
-
-    def last_request(self) -> Request | None:
-        """The running request that is last in rank."""
-        if not self._keys:
-            return None
-        request: Request = self.sequences[self._rows[len(self._keys) - 1]].request
-        return request
+            request: Request = self.sequences[self._rows[place]].request
+            if request is not previous:
+                yield request
+            previous = request
 
     # Commands
 

@@ -1,16 +1,16 @@
 """Questions that decide whether a request may come in now. Nothing here changes anything."""
 
 from treadle.request import Request
-from treadle.scheduler.state import SchedulerState
+from treadle.scheduler.state import BlockRefusal, SchedulerState
 
 MAX_HEADROOM_DOUBLINGS = 16
 """Admission headroom doubles with each preemption; beyond this it exceeds every pool anyway."""
 
 
-def headroom(state: SchedulerState, request: Request) -> int:
-    """Blocks to leave free: more for who was thrown out before, none when nothing else runs."""
+def headroom(state: SchedulerState, request: Request, num_running: int) -> int:
+    """Blocks to leave free beside `num_running` sequences: more for a request that was preempted before."""
     doublings = min(request.metrics.num_preemptions, MAX_HEADROOM_DOUBLINGS)
-    return int(state.config.admission_headroom * len(state.batch) << doublings)
+    return state.config.admission_headroom * num_running << doublings
 
 
 def lacks_adapter(state: SchedulerState, request: Request) -> bool:
@@ -32,11 +32,16 @@ def is_behind_swapped(state: SchedulerState, request: Request) -> bool:
 
 def is_still_refused(state: SchedulerState, request: Request) -> bool:
     """Whether nothing has changed for the better since `request` was refused for lack of blocks."""
-    last = state.block_refusal
+    now = BlockRefusal(request, state.kv.num_available_blocks, len(state.batch), state.kv.version)
+    return is_no_better(now, state.block_refusal)
+
+
+def is_no_better(now: BlockRefusal, last: BlockRefusal | None) -> bool:
+    """Whether the request that was refused in the state `last` has to be refused in the state `now`, too."""
     return (
         last is not None
-        and last.request is request
-        and state.kv.num_available_blocks <= last.num_available_blocks
-        and len(state.batch) >= last.num_running
-        and state.kv.version == last.cache_version
+        and last.request is now.request
+        and now.num_available_blocks <= last.num_available_blocks
+        and now.num_running >= last.num_running
+        and now.cache_version == last.cache_version
     )

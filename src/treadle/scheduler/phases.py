@@ -11,7 +11,7 @@ import numpy as np
 
 from treadle.kvcache import AllocStatus, BlockPairs
 from treadle.request import FinishReason, IntArray, Request, Sequence
-from treadle.scheduler import guards, lifecycle
+from treadle.scheduler import eviction, guards, lifecycle
 from treadle.scheduler.beams import num_candidates
 from treadle.scheduler.plan import NO_MOVES, NO_NEW_BLOCKS, NO_NUMBERS, BlockMoves, NewBlocks, StepPlan, ones
 from treadle.scheduler.report import Preemption, PreemptionMode, Refusal, StepReport, WaitReason
@@ -169,31 +169,13 @@ class Phases:
     def displacement(self) -> None:
         """Under an order that displaces: preempt the worst running requests for a better one that waits.
 
-        Equal priorities never displace each other. Runs before the decodes, so that nothing planned is undone.
+        Only if that lets it start, and only as many as it takes. Equal priorities never displace each other. Runs
+        before the decodes, so that nothing planned is undone.
         """
-        state = self._state
-        request = state.waiting.first()
-        if not state.order.displaces or request is None:
-            return
-        swapped = state.swapped.first()
-        if swapped is not None and swapped.rank < request.rank:
-            return
-        while self._lacks_room(request):
-            victim = state.batch.last_request()
-            if victim is None or victim.priority <= request.priority or victim.is_aged:
-                return
-            self._preempt(victim, for_request=request)
-
-    def _lacks_room(self, request: Request) -> bool:
-        state = self._state
-        if guards.lacks_adapter(state, request):
-            return False  # that room comes with the end of other adapters' requests
-        if state.batch.num_free_seats < request.num_seats:
-            return True
-        if guards.is_still_refused(state, request):
-            return True
-        plan = state.kv.plan_allocation(request)
-        return state.kv.can_allocate(plan, guards.headroom(state, request)) is AllocStatus.LATER
+        request = self._state.waiting.first()
+        if self._state.order.displaces and request is not None:
+            for victim in eviction.victims_to_admit(self._state, request):
+                self._preempt(victim, for_request=request)
 
     # Decodes
 
@@ -279,18 +261,25 @@ class Phases:
         return int(missing) + kv.num_copies_needed(rows, batch.num_computed_tokens[rows])
 
     def _make_room_for(self, request: Request, num_blocks: int) -> bool:
-        """Preempt, last in rank first, until `num_blocks` are there for `request`; False if it fell itself."""
+        """Preempt until `num_blocks` are there for `request`; False if it fell itself.
+
+        Only those strictly behind fall, which are not in this plan yet: requests get their blocks in rank order. If
+        all of them would not do, `request` falls instead of them.
+        """
         state = self._state
-        while state.kv.num_available_blocks < num_blocks:
-            # Those strictly behind are not in this plan yet: requests get their blocks in rank order.
-            victim = next(filter(state.kv.frees_a_block, state.batch.requests_behind(request)), None)
-            if victim is None and len(state.batch) == len(request.live_sequences):
-                self._give_up(request)  # alone, and still too large: coming back would not help
-                return False
-            self._preempt(victim or request, for_request=request)
-            if victim is None:
-                return False
-        return True
+        num_missing = num_blocks - state.kv.num_available_blocks
+        if num_missing <= 0:
+            return True
+        victims = eviction.victims_to_grow(state, request, num_missing)
+        for victim in victims:
+            self._preempt(victim, for_request=request)
+        if victims:
+            return True
+        if len(state.batch) == len(request.live_sequences):
+            self._give_up(request)  # alone, and still too large: coming back would not help
+        else:
+            self._preempt(request, for_request=request)
+        return False
 
     def _grow(self, request: Request, sequences: list[Sequence]) -> None:
         """Take the blocks that sequences of one request need to decode; the caller has seen to it."""
@@ -430,7 +419,7 @@ class Phases:
             return WaitReason.NO_BUDGET
         if guards.lacks_adapter(state, request):
             return WaitReason.ADAPTER
-        status = state.kv.can_swap_in(request, guards.headroom(state, request))
+        status = state.kv.can_swap_in(request, guards.headroom(state, request, len(state.batch)))
         if status is AllocStatus.NEVER:
             self._give_up(request)
             return None
@@ -477,7 +466,7 @@ class Phases:
         if guards.is_still_refused(state, request):
             return WaitReason.NO_BLOCKS
         plan = state.kv.plan_allocation(request)
-        status = state.kv.can_allocate(plan, guards.headroom(state, request))
+        status = state.kv.can_allocate(plan, guards.headroom(state, request, len(state.batch)))
         if status is AllocStatus.NEVER:
             self._give_up(request)
             return None

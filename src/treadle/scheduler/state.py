@@ -36,6 +36,8 @@ class SchedulerState:
         num_cached_tokens: prompt tokens that the cache held, of requests admitted in the step that is planned.
         step: number of the step that is planned.
         block_refusal: why the first waiting request was refused last.
+        vain_displacement: the state in which all running requests of worse priority together would not have made
+            room for it.
     """
 
     config: SchedulerConfig
@@ -52,3 +54,4 @@ class SchedulerState:
     num_cached_tokens: int = 0
     step: int = 0
     block_refusal: BlockRefusal | None = None
+    vain_displacement: BlockRefusal | None = None
