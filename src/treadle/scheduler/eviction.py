@@ -106,7 +106,7 @@ def _growth(state: SchedulerState, without: IntArray) -> int:
     kv, batch = state.kv, state.batch
     rows = batch.decoding_rows()
     rows = rows[~np.isin(rows, without)]
-    missing = int(kv.missing_blocks(rows, batch.num_tokens[rows] + state.num_lookahead_slots).sum())
+    missing = int(kv.missing_blocks(rows, batch.num_tokens[rows]).sum())
     return missing + (kv.num_copies_needed(rows, batch.num_computed_tokens[rows]) if batch.num_groups else 0)
 
 

@@ -396,7 +396,11 @@ class Phases:
     # Swapped
 
     def swapped(self) -> None:
-        """Swapped requests come back, in rank order, until the first one for which there is no room."""
+        """Swapped requests come back, in rank order, until the first one for which there is no room.
+
+        None comes back before a waiting one of better rank: it would take the room which that one waits for, and
+        fall for it again.
+        """
         if self.preempted:
             return
         request = self._state.swapped.first()
@@ -413,6 +417,8 @@ class Phases:
         """Move `request` from swapped to running and let it decode or go on with its prompt, or say why not."""
         state = self._state
         sequences = request.live_sequences
+        if guards.is_behind_waiting(state, request):
+            return WaitReason.WAITING_FIRST
         if state.batch.num_free_seats < request.num_seats:
             return WaitReason.NO_SEAT
         if self.remaining_tokens < len(sequences):

@@ -24,6 +24,7 @@ class WaitReason(Enum):
     NOT_WHOLE = "prompt does not fit the rest of the budget"
     ADAPTER = "too many adapters"
     SWAPPED_FIRST = "a swapped request is before it"
+    WAITING_FIRST = "a waiting request is before it"
     PREEMPTION = "a preemption in this step"
     DECODE_STEP = "decode step"
 

@@ -14,6 +14,7 @@ const WAITS = {
   "prompt does not fit the rest of the budget": "its whole prompt does not fit what is left of the step",
   "too many adapters": "the step already has as many adapters as it may",
   "a swapped request is before it": "a swapped request comes back first",
+  "a waiting request is before it": "a waiting request starts first",
   "a preemption in this step": "blocks ran out in this step, so nobody is let in",
   "decode step": "this step is for decodes only",
 };
