@@ -29,6 +29,9 @@ class SchedulerConfig:
             newcomer is not thrown out at the next block edge.
         max_consecutive_prefills: policy `phased` only: after this many prefill steps in a row, sequences
             that wait to decode get a step.
+        long_prefill_token_threshold: a prompt with more tokens left to compute is long: of a step whose prompt tokens
+            others can use, it takes at most this many and at most half. None for max_num_batched_tokens, 0 to
+            let the first prompt take all it can.
         num_lookahead_slots: most drafts (tokens that the runner proposes) of a sequence that a step checks, for
             speculative decoding; they count as tokens, and are dropped where budget or blocks run out.
         max_loras: most LoRA adapters in one step.
@@ -46,6 +49,7 @@ class SchedulerConfig:
     preemption_mode: str = "auto"
     admission_headroom: int = 1
     max_consecutive_prefills: int = 8
+    long_prefill_token_threshold: int | None = None
     num_lookahead_slots: int = 0
     max_loras: int = 1
     age_limit_s: float | None = 60.0
@@ -59,6 +63,8 @@ class SchedulerConfig:
         check_count("max_num_batched_tokens", self.max_num_batched_tokens)
         check_count("admission_headroom", self.admission_headroom, low=0)
         check_count("max_consecutive_prefills", self.max_consecutive_prefills)
+        if self.long_prefill_token_threshold is not None:
+            check_count("long_prefill_token_threshold", self.long_prefill_token_threshold, low=0)
         check_count("num_lookahead_slots", self.num_lookahead_slots, low=0)
         check_count("max_loras", self.max_loras, low=0)
         check_count("seed", self.seed, low=0)
@@ -78,6 +84,12 @@ class SchedulerConfig:
                 f"must be at least max_num_seqs ({self.max_num_seqs}), so that every running sequence "
                 f"can decode in each step; got {self.max_num_batched_tokens}",
             )
+
+    @property
+    def long_prefill_tokens(self) -> int:
+        """Tokens left above which a prompt is long; 0 for none."""
+        threshold = self.long_prefill_token_threshold
+        return self.max_num_batched_tokens if threshold is None else threshold
 
 
 @dataclass(frozen=True, kw_only=True)

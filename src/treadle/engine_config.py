@@ -58,6 +58,8 @@ class EngineConfig:
         admission_headroom: free blocks per running sequence that an admission leaves.
         max_consecutive_prefills: policies `phased` and `prefill-first`: prefill steps in a row while others
             wait to decode.
+        long_prefill_token_threshold: tokens left above which a prompt leaves half of a step's prompt tokens to others
+            (max_num_batched_tokens); 0 for none.
         age_limit_s: seconds after which a waiting request goes before all that have waited less.
         max_num_queued_requests, max_num_queued_tokens: most requests, and tokens of their prompts, that wait.
         seed: of requests that bring none.
@@ -87,6 +89,7 @@ class EngineConfig:
     swap_space: float = 1.0
     admission_headroom: int = 1
     max_consecutive_prefills: int = 8
+    long_prefill_token_threshold: int | None = None
     age_limit_s: float | None = 60.0
     max_num_queued_requests: int | None = None
     max_num_queued_tokens: int | None = None
@@ -145,6 +148,7 @@ class EngineConfig:
             preemption_mode=self.preemption_mode,
             admission_headroom=self.admission_headroom,
             max_consecutive_prefills=self.max_consecutive_prefills,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
             age_limit_s=self.age_limit_s,
             max_num_queued_requests=self.max_num_queued_requests,
             max_num_queued_tokens=self.max_num_queued_tokens,

@@ -22,7 +22,7 @@ TimeArray = npt.NDArray[np.float64]
 Rank = tuple[int, float, int]
 """A request's place in every queue; smaller goes first: (0 if aged else 1, key of the order, arrival number).
 
-It is set when the request is added and changes at most once, when it ages.
+It is set when the request is added and changes at most once, when it ages (not under an order by arrival).
 """
 
 NUM_TOKENS, NUM_COMPUTED = 0, 1
@@ -215,6 +215,7 @@ class Request:
     Attributes:
         sequences: one until the prompt is computed, then `n`.
         num_reserved_seats: seats that it holds beyond its running sequences.
+        is_aged: whether it has waited so long that it goes before those that have not.
     """
 
     __slots__ = (
@@ -224,6 +225,7 @@ class Request:
         "deadline",
         "error",
         "grammar",
+        "is_aged",
         "lora",
         "metrics",
         "num_reserved_seats",
@@ -273,6 +275,7 @@ class Request:
         self.grammar = grammar
         self.arrival_number = 0
         self.rank: Rank = (1, 0.0, 0)
+        self.is_aged = False
         self.waiting_since = arrival_time
         self.status = RequestStatus.WAITING
         self.error: str | None = None
@@ -300,11 +303,6 @@ class Request:
         """Sequences that it may have running: all of them until they fork, then those that have not ended."""
         params = self.sampling_params
         return len(self.live_sequences) if self.is_forked and not params.use_beam_search else params.n
-
-    @property
-    def is_aged(self) -> bool:
-        """Whether it has waited so long that it goes before those that have not."""
-        return self.rank[0] == 0
 
     @property
     def cache_namespace(self) -> tuple[int, int, str] | None:

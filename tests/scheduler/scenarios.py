@@ -9,7 +9,9 @@ import zlib
 from support.toy import ToyEngine
 from treadle.lora import LoRARequest
 
-SMALL = {"num_blocks": 20, "block_size": 4, "max_model_len": 60, "admission_headroom": 0}
+SMALL = {
+    "num_blocks": 20, "block_size": 4, "max_model_len": 60, "admission_headroom": 0, "long_prefill_token_threshold": 0
+}  # fmt: skip
 
 SCENARIOS = {
     "chunked": {**SMALL},
@@ -26,6 +28,16 @@ SCENARIOS = {
     "deadline": {**SMALL, "order": "deadline"},
     "adapters": {**SMALL, "max_loras": 1, "adapters": 0.6, "age_limit_s": 15.0},
     "shared-beginnings": {**SMALL, "num_blocks": 40, "beginnings": 0.8, "aborts": 0.2},
+    "long-prompts": {**SMALL, "num_blocks": 40, "long_prefill_token_threshold": None, "max_num_batched_tokens": 10},
+    "long-prompts-priority": {
+        **SMALL,
+        "num_blocks": 30,
+        "num_host_blocks": 30,
+        "order": "priority",
+        "long_prefill_token_threshold": 10,
+        "groups": 0.2,
+        "age_limit_s": 20.0,
+    },
     "no-cache": {**SMALL, "enable_prefix_caching": False, "block_size": 5, "groups": 0.2},
 }
 

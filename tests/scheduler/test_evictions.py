@@ -45,11 +45,14 @@ def test_too_few_blocks_displace_nobody():
 
 
 def test_only_as_many_as_it_takes_are_displaced():
-    engine = ToyEngine(num_blocks=15, block_size=B, order="priority", max_model_len=60, admission_headroom=0)
+    engine = ToyEngine(
+        num_blocks=15, block_size=B, order="priority", max_model_len=60, admission_headroom=0,
+        max_num_batched_tokens=48,
+    )  # fmt: skip
     engine.add("wide", [1] * 38, 10, priority=5)
     for i in range(4):
         engine.add(f"low {i}", [2, i], 10, priority=6)
-    for _ in range(4):
+    while engine.scheduler.waiting or engine.scheduler.batch.num_prefilling:
         engine.step()
     assert engine.scheduler.kv.num_available_blocks == 1
     engine.add("three blocks", list(range(12)), 3, priority=1)

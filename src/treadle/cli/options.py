@@ -78,6 +78,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="free blocks per running sequence that an admission leaves (default: %(default)s)",
     )
+    group.add_argument(
+        "--long-prefill-token-threshold",
+        type=int,
+        metavar="TOKENS",
+        help="a prompt with more tokens left leaves half of a step's prompt tokens to others; 0 for none "
+        "(default: the tokens of a step)",
+    )
     group.add_argument("--record", metavar="RUN.jsonl", help="record every step, for `treadle explain`")
     group.add_argument(
         "--check-invariants", action="store_true", help="check the scheduler's state in every step (slow)"
@@ -107,7 +114,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "model", "dtype", "quantization", "kv_cache_dtype", "cpu_kernels", "num_threads", "device", "max_model_len",
         "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory",
         "enable_prefix_caching", "scheduler", "order", "preemption_mode", "swap_space", "admission_headroom",
-        "check_invariants", "record",
+        "long_prefill_token_threshold", "check_invariants", "record",
     )  # fmt: skip
     return {name: getattr(args, name) for name in names}
 

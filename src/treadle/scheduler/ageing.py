@@ -3,11 +3,15 @@
 import heapq
 
 from treadle.request import Request, RequestStatus
+from treadle.scheduler import lifecycle
 from treadle.scheduler.state import SchedulerState
 
 
 class Ageing:
     """Moves a request that has waited longer than the age limit before all that have not, once.
+
+    A request also waits while its prompt is partly computed. Under an order by arrival nobody has to move: all that
+    are before it have waited longer.
 
     Args:
         limit_s: the age limit in seconds; None for none.
@@ -31,11 +35,15 @@ class Ageing:
         now = state.clock.now()
         while self._due and self._due[0][0] <= now:
             due, _, request = heapq.heappop(self._due)
-            queues = {RequestStatus.WAITING: state.waiting, RequestStatus.SWAPPED: state.swapped}
-            queue = queues.get(request.status)
             has_run_since = request.waiting_since + self._limit_s > due
-            if queue is None or request.is_aged or has_run_since:
+            if request.is_aged or has_run_since or not _waits(state, request):
                 continue
-            queue.remove(request)
-            request.rank = (0, 0.0, request.arrival_number)
-            queue.add(request)
+            request.is_aged = True
+            if not state.order.is_by_arrival:
+                lifecycle.change_rank(state, request, (0, 0.0, request.arrival_number))
+
+
+def _waits(state: SchedulerState, request: Request) -> bool:
+    if request.status is RequestStatus.RUNNING:
+        return any(bool(state.batch.is_prefilling[seq.row]) for seq in request.live_sequences)
+    return not request.is_finished

@@ -176,20 +176,14 @@ class RunningBatch:
         else:
             self._many_stop_ids[row] = stop_ids
         self.sequences[row] = seq
-        key = (request.rank, seq.index)
-        place = bisect_left(self._keys, key)
-        self._rows[place + 1 : len(self._keys) + 1] = self._rows[place : len(self._keys)].copy()
-        self._rows[place] = row
-        self._keys.insert(place, key)
+        self._insert_key((request.rank, seq.index), row)
         return row
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out of its row; it keeps its tokens."""
         row = seq.row
         assert row is not None
-        place = bisect_left(self._keys, (seq.request.rank, seq.index))
-        del self._keys[place]
-        self._rows[place : len(self._keys)] = self._rows[place + 1 : len(self._keys) + 1].copy()
+        self._remove_key((seq.request.rank, seq.index))
         self.set_prefilling(row, False)
         self._num_beams -= bool(self.is_beam[row])
         self._many_stop_ids.pop(row, None)
@@ -237,6 +231,27 @@ class RunningBatch:
             grammar=None if request.grammar is None else request.grammar.text,
             adapter_id=0 if request.lora is None else request.lora.lora_int_id,
         )
+
+    def change_rank(self, request: Request, rank: Rank) -> None:
+        """Give a running request another rank, and its rows another place."""
+        sequences = request.live_sequences
+        for seq in sequences:
+            self._remove_key((request.rank, seq.index))
+        request.rank = rank
+        for seq in sequences:
+            assert seq.row is not None
+            self._insert_key((rank, seq.index), seq.row)
+
+    def _insert_key(self, key: tuple[Rank, int], row: int) -> None:
+        place = bisect_left(self._keys, key)
+        self._rows[place + 1 : len(self._keys) + 1] = self._rows[place : len(self._keys)].copy()
+        self._rows[place] = row
+        self._keys.insert(place, key)
+
+    def _remove_key(self, key: tuple[Rank, int]) -> None:
+        place = bisect_left(self._keys, key)
+        del self._keys[place]
+        self._rows[place : len(self._keys)] = self._rows[place + 1 : len(self._keys) + 1].copy()
 
     def set_prefilling(self, row: int, is_prefilling: bool) -> None:
         """Say whether known tokens of the row are still to be computed before it decodes."""

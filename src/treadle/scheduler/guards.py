@@ -1,7 +1,6 @@
 """Questions that decide whether a request may come in now. Nothing here changes anything."""
 
 from treadle.request import Request
-from treadle.scheduler.queue import RankedQueue
 from treadle.scheduler.state import BlockRefusal, SchedulerState
 
 MAX_HEADROOM_DOUBLINGS = 16
@@ -23,19 +22,10 @@ def lacks_adapter(state: SchedulerState, request: Request) -> bool:
 
 def is_behind_swapped(state: SchedulerState, request: Request) -> bool:
     """Whether a swapped request that waits for blocks or seats precedes it in rank."""
-    return _is_behind_one_of(state.swapped, state, request)
-
-
-def is_behind_waiting(state: SchedulerState, request: Request) -> bool:
-    """Whether a waiting request that could use the blocks or seats precedes it in rank."""
-    return _is_behind_one_of(state.waiting, state, request)
-
-
-def _is_behind_one_of(queue: RankedQueue, state: SchedulerState, request: Request) -> bool:
-    for other in queue:
-        if other.rank > request.rank:
+    for swapped in state.swapped:
+        if swapped.rank > request.rank:
             return False
-        if not lacks_adapter(state, other):
+        if not lacks_adapter(state, swapped):
             return True
     return False
 

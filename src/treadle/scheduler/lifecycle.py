@@ -13,7 +13,7 @@ import math
 
 from treadle.kvcache import AllocationPlan, BlockPairs
 from treadle.outputs import PreemptionRecord
-from treadle.request import FinishReason, Request, RequestStatus, Sequence
+from treadle.request import FinishReason, Rank, Request, RequestStatus, Sequence
 from treadle.scheduler.report import PreemptionMode
 from treadle.scheduler.state import SchedulerState
 
@@ -154,6 +154,17 @@ def end_request(
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
     leave(state, request)
+
+
+def change_rank(state: SchedulerState, request: Request, rank: Rank) -> None:
+    """Move an unfinished request to another place in its queue."""
+    if request.status is RequestStatus.RUNNING:
+        state.batch.change_rank(request, rank)
+        return
+    queue = state.waiting if request.status is RequestStatus.WAITING else state.swapped
+    queue.remove(request)
+    request.rank = rank
+    queue.add(request)
 
 
 def _seat(state: SchedulerState, request: Request) -> None:

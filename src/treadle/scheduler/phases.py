@@ -17,6 +17,9 @@ from treadle.scheduler.plan import NO_MOVES, NO_NEW_BLOCKS, NO_NUMBERS, BlockMov
 from treadle.scheduler.report import Preemption, PreemptionMode, Refusal, StepReport, WaitReason
 from treadle.scheduler.state import BlockRefusal, SchedulerState
 
+MAX_PASSED_OVER = 32
+"""Long prompts that an admission looks beyond, so that a queue of them costs nothing in every step."""
+
 
 class Cut(Enum):
     """Which prompts may be computed in parts."""
@@ -68,6 +71,12 @@ class Phases:
         self._swap_outs: BlockPairs = []
         self._swap_ins: BlockPairs = []
         self._copies: dict[Request, BlockPairs] = {}
+        # Of the prompts: those behind a waiting request, with their cut; long ones that may take more in the end.
+        self._behind_waiting: list[tuple[Sequence, Cut]] = []
+        self._held_back: list[Sequence] = []
+        self._prompt_budget: int | None = None  # what the first prompt of the step found
+        self._has_long = False
+        self._is_last_round = False
 
     @property
     def is_empty(self) -> bool:
@@ -82,6 +91,7 @@ class Phases:
 
     def plan(self) -> StepPlan:
         """Close the step."""
+        self._use_up_budget()
         state, batch, kv, parts = self._state, self._state.batch, self._state.kv, self.parts
         rows = self.decode_rows
         num_decodes = len(rows)
@@ -173,7 +183,7 @@ class Phases:
         before the decodes, so that nothing planned is undone.
         """
         request = self._state.waiting.first()
-        if self._state.order.displaces and request is not None:
+        if self._state.order.displaces and request is not None and not self._waits_for_long_prompt(request):
             for victim in eviction.victims_to_admit(self._state, request):
                 self._preempt(victim, for_request=request)
 
@@ -353,29 +363,93 @@ class Phases:
     # Chunks
 
     def chunks(self, cut: Cut = Cut.ANY) -> None:
-        """Sequences whose known tokens are partly computed go on with them. Their blocks are already theirs."""
+        """Sequences whose known tokens are partly computed go on with them. Their blocks are already theirs.
+
+        Those behind a waiting request take their turn among the admissions. If there are none in this step, they get
+        what is left of the budget.
+        """
+        first = self._state.waiting.first()
         for seq in self._state.batch.prefilling_sequences():
             if seq.shares is not None:
                 continue
-            left = seq.num_tokens_to_prefill - seq.num_computed_tokens
-            if self._why_no_tokens(left, cut) is not None:
+            if first is not None and first.rank < seq.request.rank:
+                self._behind_waiting.append((seq, cut))
+            elif not self._go_on(seq, cut):
                 break
-            self._schedule_prompt(seq)
 
-    def _schedule_prompts(self, sequences: list[Sequence]) -> None:
+    def _go_on(self, seq: Sequence, cut: Cut) -> bool:
+        """Compute more of a sequence that runs; False if the budget does not allow it."""
+        if self._why_no_tokens(seq.num_tokens_to_prefill - seq.num_computed_tokens, cut) is not None:
+            return False
+        self._compute(seq, cut)
+        return True
+
+    def _compute_admitted(self, sequences: list[Sequence], cut: Cut) -> None:
         """Compute the known tokens of sequences that have just got their blocks, as far as the budget allows."""
         for seq in sequences:
             is_due = self._state.batch.is_prefilling[seq.row] and seq.shares is None
             if is_due and self.remaining_tokens > 0:
-                self._schedule_prompt(seq)
+                self._compute(seq, cut)
 
-    def _schedule_prompt(self, seq: Sequence) -> None:
-        """Compute as much of a sequence's known tokens as the budget allows."""
+    def _compute(self, seq: Sequence, cut: Cut) -> None:
+        """Compute known tokens of a sequence; of a long prompt its share for now, and of a second long one none."""
+        if self._prompt_budget is None:
+            self._prompt_budget = self.remaining_tokens
+        if self._is_last_round or not self._is_long(seq.num_tokens_to_prefill - seq.num_computed_tokens, cut):
+            self._schedule_prompt(seq, self.remaining_tokens)
+            return
+        self._held_back.append(seq)
+        if not self._has_long:
+            self._has_long = True
+            share = min(self._state.config.long_prefill_tokens, -(-self._prompt_budget // 2))
+            self._schedule_prompt(seq, min(share, self.remaining_tokens))
+
+    def _is_long(self, num_tokens: int, cut: Cut) -> bool:
+        """Whether a prompt with so many tokens left has to leave some of a step to others."""
+        return cut is not Cut.NEVER and 0 < self._state.config.long_prefill_tokens < num_tokens
+
+    def _would_be_second_long(self, request: Request, cut: Cut) -> bool:
+        """Whether the step computes a long prompt and the one of `request`, which waits, is long too."""
+        if not self._has_long or self._is_last_round:
+            return False
+        num_tokens = request.live_sequences[0].num_tokens_to_prefill
+        if not self._is_long(num_tokens, cut):
+            return False
+        return self._is_long(num_tokens - self._state.kv.plan_allocation(request).num_cached_tokens, cut)
+
+    def _waits_for_long_prompt(self, request: Request) -> bool:
+        """Whether a long prompt before that of `request`, which waits and is long too, is being computed."""
+        if not self._is_long(request.live_sequences[0].num_tokens_to_prefill, Cut.ANY):
+            return False
+        return any(
+            seq.request.rank < request.rank
+            and self._is_long(seq.num_tokens_to_prefill - seq.num_computed_tokens, Cut.ANY)
+            for seq in self._state.batch.prefilling_sequences()
+        )
+
+    def _use_up_budget(self) -> None:
+        """Prompts that had to wait for others get their turn, and then long ones what is left, in rank order."""
+        behind, self._behind_waiting = self._behind_waiting, []
+        for seq, cut in behind:
+            if not self._go_on(seq, cut):
+                break
+        self._is_last_round = True
+        held_back, self._held_back = self._held_back, []
+        for seq in sorted(held_back, key=lambda seq: (seq.request.rank, seq.index)):
+            if self.remaining_tokens <= 0:
+                break
+            place = next((i for i, part in enumerate(self.parts) if part.seq is seq), None)
+            if place is not None:
+                self.remaining_tokens += self.parts.pop(place).count
+            self._schedule_prompt(seq, self.remaining_tokens)
+
+    def _schedule_prompt(self, seq: Sequence, limit: int) -> None:
+        """Compute the next of a sequence's known tokens, at most `limit`."""
         request = seq.request
         params = request.sampling_params
         assert seq.row is not None
         start = seq.num_computed_tokens
-        count = min(seq.num_tokens_to_prefill - start, self.remaining_tokens)
+        count = min(seq.num_tokens_to_prefill - start, limit)
         is_last = start + count == seq.num_tokens
         samples = candidates = 0
         if is_last and params.use_beam_search:
@@ -417,7 +491,7 @@ class Phases:
         """Move `request` from swapped to running and let it decode or go on with its prompt, or say why not."""
         state = self._state
         sequences = request.live_sequences
-        if guards.is_behind_waiting(state, request):
+        if self._is_behind_waiting(request):
             return WaitReason.WAITING_FIRST
         if state.batch.num_free_seats < request.num_seats:
             return WaitReason.NO_SEAT
@@ -438,23 +512,59 @@ class Phases:
         if ready and not (request.sampling_params.use_beam_search and len(ready) < len(sequences)):
             self._grow(request, ready)
             self._add_decodes(np.array([seq.row for seq in ready], dtype=np.int32))
-        self._schedule_prompts(sequences)
+        self._compute_admitted(sequences, Cut.ANY)
         return None
+
+    def _is_behind_waiting(self, request: Request) -> bool:
+        """Whether a waiting request that could use the blocks or seats precedes a swapped one in rank."""
+        for number, waiting in enumerate(self._state.waiting):
+            if waiting.rank > request.rank:
+                return False
+            is_passed_over = guards.lacks_adapter(self._state, waiting) or (
+                number < MAX_PASSED_OVER and self._would_be_second_long(waiting, Cut.ANY)
+            )
+            if not is_passed_over:
+                return True
+        return False
 
     # Admissions
 
     def admissions(self, cut: Cut = Cut.ANY) -> None:
-        """Waiting requests start, in rank order, until the first one that cannot."""
+        """Waiting requests start, in rank order, until the first one that cannot.
+
+        Partly computed prompts behind one of them take their turn here. A second long prompt is passed over, and
+        starts after those behind it if anything is left of the budget.
+        """
         state = self._state
+        passed_over: list[Request] = []
         request = state.waiting.first()
         while request is not None:
+            self._go_on_before(request)
             following = state.waiting.after(request)
-            reason = self._admit(request, cut)
-            if reason is not None:
-                self._refusals.append(Refusal(request.request_id, reason))
-                if reason is not WaitReason.ADAPTER or request.is_aged:
+            if self._would_be_second_long(request, cut):
+                passed_over.append(request)
+                if request.is_aged or len(passed_over) == MAX_PASSED_OVER:
                     break
+            elif not self._admit_or_explain(request, cut):
+                break
             request = following
+        self._use_up_budget()
+        for request in passed_over:
+            if not self._admit_or_explain(request, cut):
+                break
+
+    def _go_on_before(self, request: Request) -> None:
+        """Partly computed prompts that precede `request` in rank go on."""
+        while self._behind_waiting and self._behind_waiting[0][0].request.rank < request.rank:
+            self._go_on(*self._behind_waiting.pop(0))
+
+    def _admit_or_explain(self, request: Request, cut: Cut) -> bool:
+        """Admit `request`, or note why it waits; False if those behind it have to wait for it."""
+        reason = self._admit(request, cut)
+        if reason is None:
+            return True
+        self._refusals.append(Refusal(request.request_id, reason))
+        return reason is WaitReason.ADAPTER and not request.is_aged
 
     def _admit(self, request: Request, cut: Cut) -> WaitReason | None:
         """Move `request` from waiting to running with its first tokens, or say why not now."""
@@ -486,7 +596,7 @@ class Phases:
         if reason is not None:
             return reason
         lifecycle.admit(state, request, plan)
-        self._schedule_prompts([part.seq for part in plan.sequences])
+        self._compute_admitted([part.seq for part in plan.sequences], cut)
         return None
 
     def _has_displaced_only_for(self, request: Request) -> bool:

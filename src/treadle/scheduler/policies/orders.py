@@ -7,6 +7,7 @@ class FirstComeFirstServed:
     """In the order of arrival."""
 
     displaces = False
+    is_by_arrival = True
 
     def key(self, request: Request) -> float:
         """The same for all."""
@@ -19,6 +20,7 @@ class FirstComeFirstServed:
 class Priority(FirstComeFirstServed):
     """The lowest `priority` first; a running request makes room for a waiting one of strictly better priority."""
 
+    is_by_arrival = False
     displaces = True
 
     def key(self, request: Request) -> float:
@@ -29,6 +31,8 @@ class Priority(FirstComeFirstServed):
 class ShortestFirst(FirstComeFirstServed):
     """The shortest prompt first. The age limit keeps long ones from waiting for ever."""
 
+    is_by_arrival = False
+
     def key(self, request: Request) -> float:
         """The prompt's length."""
         return float(len(request.prompt_token_ids))
@@ -36,6 +40,8 @@ class ShortestFirst(FirstComeFirstServed):
 
 class Deadline(FirstComeFirstServed):
     """The earliest deadline first; those without one last."""
+
+    is_by_arrival = False
 
     def key(self, request: Request) -> float:
         """The time by which it should be done."""
@@ -50,6 +56,8 @@ class Fair(FirstComeFirstServed):
     of the request that was admitted last. So a tenant that sends much queues behind itself, and one that
     was idle saves up nothing.
     """
+
+    is_by_arrival = False
 
     def __init__(self) -> None:
         self._now = 0.0

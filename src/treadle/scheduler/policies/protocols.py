@@ -21,9 +21,11 @@ class QueueOrder(Protocol):
 
     Attributes:
         displaces: whether a running request may be preempted for a waiting one of better `priority`.
+        is_by_arrival: whether arrival alone decides, so that those in front have always waited longer.
     """
 
     displaces: bool
+    is_by_arrival: bool
 
     def key(self, request: Request) -> float:
         """The request's place; smaller goes first, and of two equal ones the one that arrived first.

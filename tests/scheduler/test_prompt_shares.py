@@ -1,0 +1,214 @@
+"""Prompts share a step's tokens: by rank, and no long one takes all that others could use."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from support.examples import examples
+from support.toy import ToyEngine, toy_continuation
+from treadle.errors import ConfigError
+from treadle.scheduler import WaitReason
+
+B = 4
+
+
+def prompt_tokens(plan, name):
+    return sum(s.count for s in plan.sequences if s.request_id == name)
+
+
+@pytest.mark.parametrize("policy", ["chunked", "phased"])
+def test_a_prompt_of_250_chunks_does_not_hold_up_twenty_short_ones(policy):
+    engine = ToyEngine(
+        num_blocks=1200, block_size=B, policy=policy, max_num_seqs=32, max_num_batched_tokens=32, max_model_len=4400
+    )
+    long = [i % 50 for i in range(4000)]
+    engine.add("long", long, 2)
+    engine.step()
+    for i in range(20):
+        engine.add(f"short {i}", [i] * 8, 3)
+    # 160 tokens, half of each step that is for prompts.
+    for _ in range(12):
+        engine.step()
+    started = {s.request_id for plan in engine.plans for s in plan.sequences}
+    assert started == {"long", *(f"short {i}" for i in range(20))}
+    assert all(prompt_tokens(plan, "long") >= 8 for plan in engine.plans if plan.sequences)
+    # Alone again, it has the whole step.
+    while len(engine.finished) < 20:
+        engine.step()
+    while "long" not in engine.finished:
+        plan = engine.step()
+        computed = sum(prompt_tokens(p, "long") for p in engine.plans)
+        assert prompt_tokens(plan, "long") == 32 or computed == 4000
+    assert engine.outputs("long") == [toy_continuation(long, 2)]
+
+
+def test_without_a_threshold_the_first_prompt_takes_all():
+    engine = ToyEngine(max_num_batched_tokens=16, long_prefill_token_threshold=0)
+    engine.add("long", list(range(50)), 2)
+    engine.add("short", [1, 2], 2)
+    for count in (16, 16, 16):
+        plan = engine.step()
+        assert prompt_tokens(plan, "long") == count
+    plan = engine.step()
+    assert (prompt_tokens(plan, "long"), prompt_tokens(plan, "short")) == (2, 2)
+
+
+def test_the_threshold_bounds_the_share():
+    engine = ToyEngine(max_num_batched_tokens=32, long_prefill_token_threshold=4)
+    engine.add("long", list(range(50)), 2)
+    for i in range(4):
+        engine.add(f"long too {i}", [i] * 5, 2)
+        engine.add(f"short {i}", [i] * 4, 2)
+    plan = engine.step()
+    assert [prompt_tokens(plan, f"short {i}") for i in range(4)] == [4] * 4
+    # Of what is left the first long one takes all it can.
+    assert prompt_tokens(plan, "long") == 16
+    with pytest.raises(ConfigError, match="long_prefill_token_threshold: must be at least 0, got -1"):
+        ToyEngine(long_prefill_token_threshold=-1)
+
+
+def test_long_prompts_alone_waste_nothing():
+    engine = ToyEngine(num_blocks=200, max_num_batched_tokens=16, max_model_len=100)
+    for i in range(12):
+        engine.add(f"r{i}", [i] * 21, 1)
+    while engine.scheduler.num_unfinished_requests:
+        engine.step()
+    assert [plan.num_batched_tokens for plan in engine.plans] == [16] * 15 + [12]
+    starts = list(dict.fromkeys(s.request_id for plan in engine.plans for s in plan.sequences))
+    assert starts == [f"r{i}" for i in range(12)]
+
+
+def test_a_long_prompt_whose_beginning_is_cached_is_not_long():
+    engine = ToyEngine(num_blocks=300, max_num_batched_tokens=16, max_model_len=400)
+    chat = list(range(40))
+    engine.add("chat", chat, 1)
+    engine.run()
+    engine.add("long", [1] * 300, 1)
+    engine.step()
+    engine.add("chat again", [*chat, 7, 8], 1)
+    plan = engine.step()
+    assert prompt_tokens(plan, "chat again") == 2
+
+
+@pytest.mark.parametrize("order", ["priority", "shortest-first", "deadline"])
+def test_a_better_prompt_is_computed_before_the_rest_of_a_worse_one(order):
+    engine = ToyEngine(num_blocks=200, max_num_batched_tokens=16, max_model_len=300, order=order)
+    engine.add("worse", [1] * 200, 2, priority=5, deadline=90.0)
+    engine.step()
+    engine.add("better", [2] * 60, 2, priority=1, deadline=50.0)
+    while engine.scheduler.find("better"):
+        plan = engine.step()
+        # Half of the step is for those behind a long prompt, as long as it is long.
+        left = 60 - sum(prompt_tokens(p, "better") for p in engine.plans)
+        assert prompt_tokens(plan, "better") >= 8 or left <= 0
+    engine.run()
+
+
+def test_a_partly_computed_prompt_ages():
+    """Better ones come without end; the age limit lets the worst one through, though it has a seat."""
+    engine = ToyEngine(
+        num_blocks=300, max_num_batched_tokens=8, max_model_len=200, order="priority", age_limit_s=30.0
+    )
+    engine.add("victim", [1] * 60, 2, priority=9)
+    engine.step()
+    for i in range(200):
+        if "victim" in engine.finished:
+            break
+        engine.add(f"new {i}", [2, i % 50] * 4, 1, priority=0)
+        engine.step()
+    assert not any(prompt_tokens(plan, "victim") for plan in engine.plans[1:30])
+    assert 30.0 <= engine.finished["victim"].metrics.first_token_time <= 30.0 + 60 / 4 + 2
+
+
+def test_first_come_first_served_does_not_age():
+    """Who fell has run since, and is still before all that came later, however long they have waited."""
+    engine = ToyEngine(
+        num_blocks=8, block_size=B, max_model_len=32, max_num_seqs=2, admission_headroom=0, age_limit_s=5.0
+    )
+    for i in range(6):
+        engine.add(f"r{i}", [i] * 5, 20)
+    finished = []
+    while engine.scheduler.num_unfinished_requests:
+        engine.step()
+        finished += [name for name in engine.finished if name not in finished]
+    assert sum(len(plan.preempted) for plan in engine.plans) > 2
+    assert finished == [f"r{i}" for i in range(6)]
+
+
+ARRIVAL = st.tuples(
+    st.integers(1, 50),  # prompt length
+    st.integers(1, 12),  # max_tokens
+    st.integers(0, 3),  # priority
+    st.integers(0, 4),  # steps before the next arrival
+)
+
+
+@examples(400)
+@given(
+    policy=st.sampled_from(["chunked", "phased"]),
+    order=st.sampled_from(["fcfs", "priority", "shortest-first", "deadline"]),
+    threshold=st.sampled_from([None, 0, 1, 5, 12]),
+    budget=st.integers(6, 24),
+    pool=st.sampled_from([30, 100]),
+    age_limit_s=st.sampled_from([None, 12.0]),
+    arrivals=st.lists(ARRIVAL, min_size=3, max_size=14),
+)
+def test_prompts_go_by_rank_and_long_ones_leave_half(policy, order, threshold, budget, pool, age_limit_s, arrivals):
+    engine = ToyEngine(
+        num_blocks=pool, block_size=B, policy=policy, order=order, max_model_len=70, max_num_seqs=6,
+        max_num_batched_tokens=budget, age_limit_s=age_limit_s, long_prefill_token_threshold=threshold,
+    )  # fmt: skip
+    scheduler = engine.scheduler
+    threshold = budget if threshold is None else threshold
+
+    def is_long(seq, start):
+        return 0 < threshold < seq.num_tokens - start
+
+    def check(plan):
+        if not plan.sequences:
+            return  # a step of decodes only
+        batch = scheduler.batch
+        prompts = [(batch.sequences[s.row], s) for s in plan.sequences]
+        prompt_budget = budget - len(plan.decode_rows)
+        left_out = [r.request_id for r in plan.refusals if r.reason is WaitReason.NO_BUDGET]
+        waiting = [scheduler.find(name).sequences[0] for name in left_out]
+        hungry = [seq for seq in batch.prefilling_sequences() if all(seq is not other for other, _ in prompts)]
+        for seq in waiting + hungry:
+            if is_long(seq, seq.num_computed_tokens):
+                continue
+            if policy == "phased" and seq in hungry:
+                continue  # it may have to be the first one, because it has to be cut
+            # It did not get a token, so every token went to better ones, but for the half that a long one may take.
+            better = sum(s.count for other, s in prompts if other.request.rank < seq.request.rank)
+            worse = [(other, s) for other, s in prompts if other.request.rank > seq.request.rank]
+            assert not worse
+            assert better == prompt_budget
+        left_out = waiting if policy == "phased" else waiting + hungry
+        if any(not is_long(seq, seq.num_computed_tokens) for seq in left_out):
+            share = min(threshold, -(-prompt_budget // 2))
+            assert all(s.count <= share for other, s in prompts if is_long(other, s.start))
+        if policy == "chunked" and plan.num_batched_tokens < budget:
+            assert not hungry
+            assert all(s.start + s.count == seq.num_tokens for seq, s in prompts)
+
+    def step():
+        if scheduler.num_unfinished_requests:
+            engine.step(before_update=check)
+
+    for i, (length, max_tokens, priority, pause) in enumerate(arrivals):
+        engine.add(
+            f"r{i}",
+            [(i * 7 + k) % 50 for k in range(length)],
+            max_tokens,
+            priority=priority,
+            deadline=20.0 * priority,
+        )
+        for _ in range(pause):
+            step()
+    for _ in range(5000):
+        step()
+    assert not scheduler.num_unfinished_requests
+    assert engine.run() == {
+        f"r{i}": toy_continuation([(i * 7 + k) % 50 for k in range(length)], max_tokens, max_model_len=70)
+        for i, (length, max_tokens, _, _) in enumerate(arrivals)
+    }
