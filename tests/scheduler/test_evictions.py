@@ -24,7 +24,7 @@ def test_too_few_seats_displace_nobody():
     while "best" not in engine.finished:
         assert not engine.step().preempted
     # With the seat of the best one, those of the others are enough.
-    assert {p.for_request_id for plan in engine.plans for p in plan.preempted} <= {"four"}
+    assert {p.for_request_id for report in engine.reports for p in report.preempted} <= {"four"}
     engine.run()
     assert engine.outputs("four") == [toy_continuation([5, 6, 7], 5, index=i) for i in range(4)]
 
@@ -146,13 +146,12 @@ def test_evictions_pay(policy, order, mode, pool, host, headroom, caching, arriv
         if not engine.scheduler.num_unfinished_requests:
             return
         waited = {r.request_id: r for r in engine.scheduler.waiting}
-        plan = engine.step(before_update=lambda plan: check(plan, waited))
-        assert plan.step
+        engine.step(before_update=lambda report: check(report, waited))
 
-    def check(plan, waited):
-        reasons = {r.request_id: r.reason for r in plan.refusals}
-        for p in plan.preempted:
-            if p.for_request_id in waited and p.for_request_id not in plan.ignored:
+    def check(report, waited):
+        reasons = {r.request_id: r.reason for r in report.refusals}
+        for p in report.preempted:
+            if p.for_request_id in waited and p.for_request_id not in report.ignored:
                 request = waited[p.for_request_id]
                 # It starts now, or as soon as the policy lets prompts be computed.
                 later = {WaitReason.NO_BUDGET, WaitReason.NOT_WHOLE, WaitReason.PREEMPTION, WaitReason.DECODE_STEP}

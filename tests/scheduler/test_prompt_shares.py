@@ -12,8 +12,12 @@ from treadle.scheduler import WaitReason
 B = 4
 
 
-def prompt_tokens(plan, name):
-    return sum(s.count for s in plan.sequences if s.request_id == name)
+def prefills(report):
+    return report.details.ran[: report.plan.num_prefills]
+
+
+def prompt_tokens(report, name):
+    return sum(s.count for s in prefills(report) if s.request_id == name)
 
 
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
@@ -29,16 +33,16 @@ def test_a_prompt_of_250_chunks_does_not_hold_up_twenty_short_ones(policy):
     # 160 tokens, half of each step that is for prompts.
     for _ in range(12):
         engine.step()
-    started = {s.request_id for plan in engine.plans for s in plan.sequences}
+    started = {s.request_id for s in engine.prefills()}
     assert started == {"long", *(f"short {i}" for i in range(20))}
-    assert all(prompt_tokens(plan, "long") >= 8 for plan in engine.plans if plan.sequences)
+    assert all(prompt_tokens(r, "long") >= 8 for r in engine.reports if r.plan.num_prefills)
     # Alone again, it has the whole step.
     while len(engine.finished) < 20:
         engine.step()
     while "long" not in engine.finished:
-        plan = engine.step()
-        computed = sum(prompt_tokens(p, "long") for p in engine.plans)
-        assert prompt_tokens(plan, "long") == 32 or computed == 4000
+        report = engine.step()
+        computed = sum(prompt_tokens(p, "long") for p in engine.reports)
+        assert prompt_tokens(report, "long") == 32 or computed == 4000
     assert engine.outputs("long") == [toy_continuation(long, 2)]
 
 
@@ -47,10 +51,10 @@ def test_without_a_threshold_the_first_prompt_takes_all():
     engine.add("long", list(range(50)), 2)
     engine.add("short", [1, 2], 2)
     for count in (16, 16, 16):
-        plan = engine.step()
-        assert prompt_tokens(plan, "long") == count
-    plan = engine.step()
-    assert (prompt_tokens(plan, "long"), prompt_tokens(plan, "short")) == (2, 2)
+        report = engine.step()
+        assert prompt_tokens(report, "long") == count
+    report = engine.step()
+    assert (prompt_tokens(report, "long"), prompt_tokens(report, "short")) == (2, 2)
 
 
 def test_the_threshold_bounds_the_share():
@@ -59,10 +63,10 @@ def test_the_threshold_bounds_the_share():
     for i in range(4):
         engine.add(f"long too {i}", [i] * 5, 2)
         engine.add(f"short {i}", [i] * 4, 2)
-    plan = engine.step()
-    assert [prompt_tokens(plan, f"short {i}") for i in range(4)] == [4] * 4
+    report = engine.step()
+    assert [prompt_tokens(report, f"short {i}") for i in range(4)] == [4] * 4
     # Of what is left the first long one takes all it can.
-    assert prompt_tokens(plan, "long") == 16
+    assert prompt_tokens(report, "long") == 16
     with pytest.raises(ConfigError, match="long_prefill_token_threshold: must be at least 0, got -1"):
         ToyEngine(long_prefill_token_threshold=-1)
 
@@ -74,7 +78,7 @@ def test_long_prompts_alone_waste_nothing():
     while engine.scheduler.num_unfinished_requests:
         engine.step()
     assert [plan.num_batched_tokens for plan in engine.plans] == [16] * 15 + [12]
-    starts = list(dict.fromkeys(s.request_id for plan in engine.plans for s in plan.sequences))
+    starts = list(dict.fromkeys(s.request_id for s in engine.prefills()))
     assert starts == [f"r{i}" for i in range(12)]
 
 
@@ -86,8 +90,8 @@ def test_a_long_prompt_whose_beginning_is_cached_is_not_long():
     engine.add("long", [1] * 300, 1)
     engine.step()
     engine.add("chat again", [*chat, 7, 8], 1)
-    plan = engine.step()
-    assert prompt_tokens(plan, "chat again") == 2
+    report = engine.step()
+    assert prompt_tokens(report, "chat again") == 2
 
 
 @pytest.mark.parametrize("order", ["priority", "shortest-first", "deadline"])
@@ -97,10 +101,10 @@ def test_a_better_prompt_is_computed_before_the_rest_of_a_worse_one(order):
     engine.step()
     engine.add("better", [2] * 60, 2, priority=1, deadline=50.0)
     while engine.scheduler.find("better"):
-        plan = engine.step()
+        report = engine.step()
         # Half of the step is for those behind a long prompt, as long as it is long.
-        left = 60 - sum(prompt_tokens(p, "better") for p in engine.plans)
-        assert prompt_tokens(plan, "better") >= 8 or left <= 0
+        left = 60 - sum(prompt_tokens(p, "better") for p in engine.reports)
+        assert prompt_tokens(report, "better") >= 8 or left <= 0
     engine.run()
 
 
@@ -116,7 +120,7 @@ def test_a_partly_computed_prompt_ages():
             break
         engine.add(f"new {i}", [2, i % 50] * 4, 1, priority=0)
         engine.step()
-    assert not any(prompt_tokens(plan, "victim") for plan in engine.plans[1:30])
+    assert not any(prompt_tokens(report, "victim") for report in engine.reports[1:30])
     assert 30.0 <= engine.finished["victim"].metrics.first_token_time <= 30.0 + 60 / 4 + 2
 
 
@@ -131,7 +135,7 @@ def test_first_come_first_served_does_not_age():
     while engine.scheduler.num_unfinished_requests:
         engine.step()
         finished += [name for name in engine.finished if name not in finished]
-    assert sum(len(plan.preempted) for plan in engine.plans) > 2
+    assert sum(len(report.preempted) for report in engine.reports) > 2
     assert finished == [f"r{i}" for i in range(6)]
 
 
@@ -164,13 +168,14 @@ def test_prompts_go_by_rank_and_long_ones_leave_half(policy, order, threshold, b
     def is_long(seq, start):
         return 0 < threshold < seq.num_tokens - start
 
-    def check(plan):
-        if not plan.sequences:
+    def check(report):
+        plan = report.plan
+        if not plan.num_prefills:
             return  # a step of decodes only
         batch = scheduler.batch
-        prompts = [(batch.sequences[s.row], s) for s in plan.sequences]
-        prompt_budget = budget - len(plan.decode_rows)
-        left_out = [r.request_id for r in plan.refusals if r.reason is WaitReason.NO_BUDGET]
+        prompts = [(scheduler.find(s.request_id).sequences[s.index], s) for s in prefills(report)]
+        prompt_budget = budget - plan.num_decodes
+        left_out = [r.request_id for r in report.refusals if r.reason is WaitReason.NO_BUDGET]
         waiting = [scheduler.find(name).sequences[0] for name in left_out]
         hungry = [seq for seq in batch.prefilling_sequences() if all(seq is not other for other, _ in prompts)]
         for seq in waiting + hungry:

@@ -31,8 +31,8 @@ def test_a_swapped_request_stays_out_until_a_better_one_has_started(policy):
         engine.step()
     assert engine.scheduler.kv.num_available_blocks > 3
     while engine.scheduler.num_unfinished_requests:
-        plan = engine.step()
-        assert "three seats" in engine.finished or "worst" not in plan.swapped_in
+        report = engine.step()
+        assert "three seats" in engine.finished or "worst" not in report.swapped_in
     assert engine.finished["worst"].metrics.num_preemptions == 1
     assert engine.outputs("worst") == [toy_continuation([3] * 7, 9)]
     assert engine.outputs("three seats") == [toy_continuation([4] * 3, 3, index=i) for i in range(3)]
@@ -65,14 +65,14 @@ def test_nobody_comes_back_before_a_better_one_that_waits(policy, order, pool, h
     )  # fmt: skip
     scheduler = engine.scheduler
 
-    def check(plan):
-        back = [scheduler.find(name) for name in plan.swapped_in]
+    def check(report):
+        back = [scheduler.find(name) for name in report.swapped_in]
         adapters = {r.lora.lora_int_id for r in scheduler.batch.running_requests() if r.lora is not None}
         for waiting in scheduler.waiting:
             is_passed_over = waiting.lora is not None and waiting.lora.lora_int_id not in adapters
             assert is_passed_over or all(request.rank < waiting.rank for request in back)
         first = scheduler.swapped.first()
-        for refusal in plan.refusals:
+        for refusal in report.refusals:
             if refusal.reason is WaitReason.WAITING_FIRST:
                 assert refusal.request_id == first.request_id or first.lora is not None
 

@@ -204,14 +204,14 @@ class ToyEngine:
         self.scheduler.add(request)
         return request
 
-    def step(self, before_update=lambda plan: None) -> StepReport:
+    def step(self, before_update=lambda report: None) -> StepReport:
         plan = self.scheduler.schedule()
         check_invariants(self.scheduler, plan)
         report = self.scheduler.report
         for look in self.on_planned:
             look(report)
         result = self.runner.execute(plan)
-        before_update(plan)
+        before_update(report)
         outputs = self.scheduler.update(plan, result)
         self.clock.advance(1.0)
         check_invariants(self.scheduler)
