@@ -103,7 +103,7 @@ def test_clients_that_leave():
         num_kv_blocks=60, max_model_len=600, preemption_mode="swap", swap_space=0.1, admission_headroom=0,
         max_num_batched_tokens=32,
     ) as server:  # fmt: skip
-        asyncio.run(_leave_everywhere(server, Gate(server.built.engine._runner)))
+        asyncio.run(_leave_everywhere(server, Gate(server.built.engine.runner)))
         server.wait_until_idle()
         assert server.post("/v1/completions", {"prompt": "Still here", "max_tokens": 2}).status_code == 200
 
@@ -175,7 +175,7 @@ def test_ten_thousand_at_once(limit):
 
 def test_a_step_that_fails_fails_its_requests_only():
     with running(max_num_seqs=2) as server:
-        runner = server.built.engine._runner
+        runner = server.built.engine.runner
         execute = runner.execute
         failing = iter([False, False, True])
 

@@ -37,7 +37,7 @@ class Engine:
 
     Args:
         scheduler: decides what a step runs.
-        runner: runs it.
+        runner: runs it; public, for whoever measures or watches it.
         output_processor: turns tokens into answers.
         clock: of the scheduler.
         observers: see every step.
@@ -55,7 +55,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
-        self._runner = runner
+        self.runner = runner
         self._output_processor = output_processor
         self._observers = list(observers)
         self._check_invariants = check_invariants
@@ -91,7 +91,7 @@ class Engine:
         self.scheduler.check(request)
 
     def _check_supported(self, request: Request, stream: bool) -> None:
-        if request.lora is not None and not self._runner.supports_lora:
+        if request.lora is not None and not self.runner.supports_lora:
             raise InvalidRequestError(
                 "lora_request",
                 f"adapter {request.lora.lora_name!r}: this runner cannot compute LoRA adapters yet",
@@ -133,7 +133,7 @@ class Engine:
     def _run(self, plan: StepPlan) -> StepOutputs | None:
         """Run a step; returns what it changed, or None if it failed."""
         try:
-            result = self._runner.execute(plan)
+            result = self.runner.execute(plan)
         except Exception as error:
             # The step's requests end here; the others are not affected.
             logger.exception("step %d failed; its requests end with an error", plan.step)
