@@ -1,5 +1,6 @@
 """LLM: the offline API. Names, keywords and results are those of vLLM's LLM class."""
 
+import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from tqdm import tqdm
 
 from treadle.build import build_engine
 from treadle.engine import Engine
+from treadle.engine.shared_engine import SharedEngine
 from treadle.engine_config import EngineConfig
 from treadle.errors import InvalidRequestError
 from treadle.logs import show_logs
@@ -61,6 +63,9 @@ class LLM:
     Log lines (the pool's size at the start, statistics every few seconds) go to standard error unless the
     program handles the logger "treadle" itself; TREADLE_LOG_LEVEL=WARNING silences them.
 
+    Calls may overlap: several threads, streams read in turns, a `generate` within the loop over a `stream`. Their
+    requests run in the same steps, and each call gets its own outputs, as if it ran alone.
+
     Args:
         model: the embedded model's name, a folder in Hugging Face layout, a .gguf file, or a hub id.
         on_progress: called with a number from 0 to 1 while weights are read.
@@ -84,11 +89,12 @@ class LLM:
         self.config = EngineConfig(model=model, **options)
         show_logs()
         self._built = build_engine(self.config, on_progress)
-        self._num_requests = 0
+        self._calls = SharedEngine(self._built.engine)
+        self._request_ids = map(str, itertools.count())
 
     @property
     def engine(self) -> Engine:
-        """The engine, to watch or to drive by hand."""
+        """The engine, to watch, or to drive by hand while no call of this LLM is under way."""
         return self._built.engine
 
     @property
@@ -214,7 +220,7 @@ class LLM:
             as_prompt_list(prompts), sampling_params, options, add_special_tokens=add_special_tokens
         )
         for request in requests:
-            self.engine.check(request, stream=True)
+            self._calls.check(request, stream=True)
         return self._stream(requests)
 
     def _make_requests(
@@ -226,17 +232,14 @@ class LLM:
         add_special_tokens: bool = True,
     ) -> list[Request]:
         params = self._params_per_prompt(len(prompts), sampling_params)
-        ids = [str(self._num_requests + i) for i in range(len(prompts))]
-        requests = self._built.input_processor.make_requests(
-            ids,
+        return self._built.input_processor.make_requests(
+            list(itertools.islice(self._request_ids, len(prompts))),
             prompts,
             params,
             _options_per_prompt(len(prompts), options),
             arrival_time=self.engine.clock.now(),
             add_special_tokens=add_special_tokens,
         )
-        self._num_requests += len(prompts)
-        return requests
 
     def _params_per_prompt(
         self, num_prompts: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -256,13 +259,13 @@ class LLM:
     def _run(self, requests: Sequence[Request], use_tqdm: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
         with (
-            self._queued(requests, stream=False),
+            self._calls.call(requests, stream=False) as next_outputs,
             tqdm(total=len(requests), desc="Requests", unit="req", disable=not use_tqdm) as bar,
             _interrupt_between_steps() as check_interrupt,
         ):
             num_tokens = 0
             while len(results) < len(requests):
-                for output in self.engine.step():
+                for output in next_outputs():
                     results[output.request_id] = output
                     num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
                     bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
@@ -271,29 +274,15 @@ class LLM:
         return [results[request.request_id] for request in requests]
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
-        with self._queued(requests, stream=True):
+        with self._calls.call(requests, stream=True) as next_outputs:
             num_unfinished = len(requests)
             while num_unfinished:
                 with _interrupt_between_steps() as check_interrupt:
-                    outputs = self.engine.step()
+                    outputs = next_outputs()
                     check_interrupt()
                 for output in outputs:
                     num_unfinished -= output.finished
                     yield output
-
-    @contextmanager
-    def _queued(self, requests: Sequence[Request], *, stream: bool) -> Iterator[None]:
-        """Queue requests; whatever of them is left when the block ends, for whatever reason, is aborted."""
-        try:
-            for request in requests:
-                self.engine.add_request(request, stream=stream)
-            yield
-        finally:
-            for request in requests:
-                if not request.is_finished:
-                    self.engine.abort_request(request.request_id)
-            if self.engine.has_unfinished_requests and not self.engine.scheduler.num_unfinished_requests:
-                self.engine.step()  # takes the aborted ones' outputs, which nobody wants
 
 
 def _options_per_prompt(num_prompts: int, options: Mapping[str, Any]) -> list[RequestOptions]:

@@ -1,0 +1,153 @@
+"""One engine for several callers, in one thread or in many: each gets the outputs of its own requests.
+
+There is no thread for the engine. The caller that needs an output runs the next step, which computes the requests of
+all callers, and puts each output into the mailbox of the call that it belongs to.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from treadle.engine.engine import Engine
+from treadle.errors import EngineError
+from treadle.outputs import RequestOutput
+from treadle.request import Request
+
+Mailbox = list[RequestOutput]
+
+
+class SharedEngine:
+    """Runs an engine for calls that overlap.
+
+    Args:
+        engine: stepped by the calls only, as long as there are any.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = _FairLock()
+        self._mailboxes: dict[str, Mailbox] = {}  # of unfinished requests; changed under the lock
+        self._left: deque[tuple[Sequence[Request], Mailbox]] = deque()
+
+    def check(self, request: Request, *, stream: bool) -> None:
+        """Raise what queuing `request` would raise: InvalidRequestError, Overloaded."""
+        with self._turn():
+            self._engine.check(request, stream=stream)
+
+    @contextmanager
+    def call(self, requests: Sequence[Request], *, stream: bool) -> Iterator[Callable[[], list[RequestOutput]]]:
+        """Queue requests, all of them or none; what is unfinished when the block ends is aborted.
+
+        Yields a function that returns their new outputs. Unless some wait already, it runs one step, which may
+        have made none.
+
+        Raises:
+            InvalidRequestError, Overloaded: as `Engine.add_request`.
+            EngineError: called within a step of the same engine, by an observer.
+        """
+        mailbox: Mailbox = []
+        try:
+            with self._turn():
+                for request in requests:
+                    self._engine.add_request(request, stream=stream)
+                    self._mailboxes[request.request_id] = mailbox
+            yield lambda: self._take(mailbox)
+        finally:
+            self._left.append((requests, mailbox))
+            self._abort_left()
+
+    def _take(self, mailbox: Mailbox) -> list[RequestOutput]:
+        if not mailbox:
+            with self._turn():
+                if not mailbox:  # nothing came while the turn was another's
+                    self._step()
+        taken = mailbox[:]
+        del mailbox[: len(taken)]  # another thread may have appended to it
+        return taken
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            of = self._mailboxes
+            mailbox = of.pop(output.request_id, None) if output.finished else of.get(output.request_id)
+            if mailbox is not None:
+                mailbox.append(output)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+            self._abort_left()
+
+    def _abort_left(self) -> None:
+        """Abort the requests of calls that have ended, now or when the turn of another thread ends.
+
+        It never waits: a stream that is dropped ends wherever the garbage collector finds it, within a step too.
+        """
+        engine = self._engine
+        while self._left and self._lock.acquire(wait=False):
+            try:
+                while self._left:
+                    requests, mailbox = self._left.popleft()
+                    for request in requests:
+                        if self._mailboxes.get(request.request_id) is mailbox:
+                            del self._mailboxes[request.request_id]
+                            engine.abort_request(request.request_id)
+                if engine.has_unfinished_requests and not engine.scheduler.num_unfinished_requests:
+                    self._step()  # ends what was aborted
+            finally:
+                self._lock.release()
+
+
+class _FairLock:
+    """A lock that passes from thread to thread in the order in which they asked.
+
+    `threading.Lock` mostly goes to the thread that has just released it and asks again: of two that step in a loop,
+    one would starve.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()  # held for a moment, to change the two below
+        self._owner: int | None = None
+        self._waiting: deque[tuple[int, threading.Lock]] = deque()
+
+    def acquire(self, *, wait: bool = True) -> bool:
+        """Take the lock; with `wait` off only if that takes no waiting. Returns whether it was taken."""
+        me = threading.get_ident()
+        if not self._mutex.acquire(blocking=wait):
+            return False  # its holder is about to take this lock, or to release it
+        try:
+            if self._owner is None:
+                self._owner = me
+                return True
+            if not wait:
+                return False
+            if self._owner == me:
+                raise EngineError("a step of this engine runs in this thread; an observer cannot wait for another")
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append((me, turn))
+        finally:
+            self._mutex.release()
+        try:
+            turn.acquire()
+        except BaseException:  # Ctrl-C
+            with self._mutex:
+                was_waiting = (me, turn) in self._waiting
+                if was_waiting:
+                    self._waiting.remove((me, turn))
+            if not was_waiting:  # the turn has come all the same
+                self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Hand the lock to the thread that has waited longest."""
+        with self._mutex:
+            self._owner = None
+            if self._waiting:
+                self._owner, turn = self._waiting.popleft()
+                turn.release()
