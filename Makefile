@@ -7,13 +7,14 @@ READY := $(VENV)/.ready
 
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 
-.PHONY: demo test sanitize lint format bench clean help
+.PHONY: demo test sanitize lint format docs bench clean help
 
 help:
 	@echo "make demo    set up, and answer a question with the embedded model (QUESTION=… for yours)"
 	@echo "make test    set up what is missing, and run the whole test suite"
 	@echo "make sanitize  the tests of the native kernels under AddressSanitizer and UBSan"
 	@echo "make lint    formatting, lints and types"
+	@echo "make docs    write docs/settings.md from the settings' declarations"
 	@echo "make bench   what the scheduler and a step cost, and Treadle against its peers, on this machine"
 	@echo "make clean   remove the virtual environment"
 
@@ -37,13 +38,16 @@ sanitize: $(READY)
 		$(BIN)/pytest -q -p no:cacheprovider tests/kernels/test_cpu_kernels.py tests/models/test_native.py tests/runner
 
 lint: $(READY)
-	$(BIN)/ruff format --check src tests bench
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench docs
+	$(BIN)/ruff check src tests bench docs
 	$(BIN)/mypy
 
 format: $(READY)
-	$(BIN)/ruff format src tests bench
-	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests bench docs
+	$(BIN)/ruff check --fix src tests bench docs
+
+docs: $(READY)
+	$(BIN)/python docs/make_settings.py
 
 bench: $(READY)
 	$(BIN)/python bench/scheduler.py

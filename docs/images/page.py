@@ -16,12 +16,13 @@ from playwright.sync_api import sync_playwright
 
 URL = "http://127.0.0.1:8123"
 SERVE = [
-    "-m", "treadle", "-q", "serve", "--port", "8123", "--quantization", "int8", "--num-kv-blocks", "96", "--max-model-len", "600",
-    "--max-num-batched-tokens", "96", "--admission-headroom", "0",
+    "-m", "treadle", "-q", "serve", "--port", "8123", "--quantization", "int8", "--num-kv-blocks", "96",
+    "--max-model-len", "600", "--max-num-batched-tokens", "96", "--admission-headroom", "0",
 ]  # fmt: skip
 
 
 def main() -> None:
+    """Serve, put load on the server, and take the pictures."""
     server = subprocess.Popen([sys.executable, *SERVE])
     try:
         deadline = time.monotonic() + 60

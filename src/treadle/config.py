@@ -1,83 +1,116 @@
 """Settings of the scheduler and the cache, checked once when they are made. Derived sizes are new values."""
 
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
 
 from treadle.errors import ConfigError, InvalidRequestError
 from treadle.sampling_params import SamplingParams, check_token_ids
+from treadle.settings import check_count, check_settings, setting
 
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
-PREEMPTION_MODES = ("auto", "recompute", "swap")
+MIN_MODEL_LEN = 2
+"""A token of prompt and one of output."""
+
+_scheduling = partial(setting, group="scheduling")
+_requests = partial(setting, group="requests")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Limits and choices of the scheduler.
+class SchedulingSettings:
+    """What a user can set of the scheduler. None: to be found by whoever knows the model."""
+
+    max_model_len: int | None = _requests(
+        None, "most tokens of prompt and output together", low=MIN_MODEL_LEN, default_text="the model's limit"
+    )
+    max_num_seqs: int | None = _scheduling(
+        None,
+        "most sequences that run at once",
+        low=1,
+        default_text=f"{DEFAULT_MAX_NUM_SEQS}, or the tokens of a step if fewer",
+    )
+    max_num_batched_tokens: int | None = _scheduling(
+        None,
+        "most tokens that one step computes",
+        low=1,
+        default_text=f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}; max_model_len if more, where prompts are computed whole",
+    )
+    order: str = _scheduling(
+        "fcfs", "which requests go first: fcfs, priority, shortest-first, fair, deadline, or one of another package"
+    )
+    preemption_mode: str = _scheduling(
+        "auto",
+        "how a request gives up its blocks: recompute, swap, or auto (one sequence is computed again, several are "
+        "swapped); without room in the swap space it is always computed again",
+        choices=("auto", "recompute", "swap"),
+    )
+    admission_headroom: int = _scheduling(
+        1,
+        "free blocks per running sequence that an admission leaves, so that the newcomer is not preempted at the "
+        "next block edge",
+        low=0,
+    )
+    max_consecutive_prefills: int = _scheduling(
+        8,
+        "policies phased and prefill-first: after this many prefill steps in a row, sequences that wait to decode "
+        "get a step",
+        low=1,
+    )
+    long_prefill_token_threshold: int | None = _scheduling(
+        None,
+        "a prompt with more tokens left to compute is long: while other prompts can use the rest, it takes at most "
+        "this many, and at most half, of a step's prompt tokens; 0 lets the first prompt take all it can",
+        low=0,
+        default_text="the tokens of a step",
+    )
+    age_limit_s: float | None = _scheduling(
+        60.0,
+        "seconds after which a waiting request goes before all that have waited less; none for never",
+        metavar="SECONDS",
+    )
+    max_num_queued_requests: int | None = _requests(
+        None, "most requests that may wait; the server answers 503 to more", low=1, default_text="no limit"
+    )
+    max_num_queued_tokens: int | None = _requests(
+        None, "most prompt tokens that may wait", low=1, default_text="no limit"
+    )
+    seed: int = _requests(0, "seed of sampling for requests that bring none of their own", low=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, SchedulingSettings)
+        if self.age_limit_s is not None and not self.age_limit_s > 0:
+            raise ConfigError("age_limit_s", f"must be greater than 0 or None, got {self.age_limit_s}")
+
+    def scheduling(self) -> dict[str, Any]:
+        """The settings of this class, by name."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(SchedulingSettings)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(SchedulingSettings):
+    """Limits and choices of the scheduler: the user's settings, with nothing left open, and what only it knows.
 
     Attributes:
-        max_model_len: most tokens of one sequence, prompt and output together.
-        max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: most tokens that one step computes.
+        max_model_len, max_num_seqs, max_num_batched_tokens: as in SchedulingSettings.
         policy: the phase policy by name.
-        order: who goes first, by name.
-        preemption_mode: how a request gives up its blocks: "recompute", "swap", or "auto" (one sequence is
-            computed again, several are swapped); without room in the host tier it is always computed again.
-        admission_headroom: free blocks that an admission leaves per running sequence, so that the
-            newcomer is not thrown out at the next block edge.
-        max_consecutive_prefills: policy `phased` only: after this many prefill steps in a row, sequences
-            that wait to decode get a step.
-        long_prefill_token_threshold: a prompt with more tokens left to compute is long: of a step whose prompt tokens
-            others can use, it takes at most this many and at most half. None for max_num_batched_tokens, 0 to
-            let the first prompt take all it can.
         num_lookahead_slots: most drafts (tokens that the runner proposes) of a sequence that a step checks, for
             speculative decoding; they count as tokens, and are dropped where budget or blocks run out.
         max_loras: most LoRA adapters in one step.
-        age_limit_s: seconds after which a waiting request goes before all that have waited less; None for never.
-        max_num_queued_requests, max_num_queued_tokens: most requests, and tokens of their prompts, that may
-            wait; None for any number.
-        seed: of requests that bring none of their own.
     """
 
-    max_model_len: int
+    max_model_len: int = field()
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
     policy: str = "chunked"
-    order: str = "fcfs"
-    preemption_mode: str = "auto"
-    admission_headroom: int = 1
-    max_consecutive_prefills: int = 8
-    long_prefill_token_threshold: int | None = None
     num_lookahead_slots: int = 0
     max_loras: int = 1
-    age_limit_s: float | None = 60.0
-    max_num_queued_requests: int | None = None
-    max_num_queued_tokens: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("max_model_len", self.max_model_len, low=2)
-        check_count("max_num_seqs", self.max_num_seqs)
-        check_count("max_num_batched_tokens", self.max_num_batched_tokens)
-        check_count("admission_headroom", self.admission_headroom, low=0)
-        check_count("max_consecutive_prefills", self.max_consecutive_prefills)
-        if self.long_prefill_token_threshold is not None:
-            check_count("long_prefill_token_threshold", self.long_prefill_token_threshold, low=0)
+        super().__post_init__()
         check_count("num_lookahead_slots", self.num_lookahead_slots, low=0)
         check_count("max_loras", self.max_loras, low=0)
-        check_count("seed", self.seed, low=0)
-        for name in ("max_num_queued_requests", "max_num_queued_tokens"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-        if self.age_limit_s is not None and not self.age_limit_s > 0:
-            raise ConfigError("age_limit_s", f"must be greater than 0 or None, got {self.age_limit_s}")
-        if self.preemption_mode not in PREEMPTION_MODES:
-            raise ConfigError(
-                "preemption_mode",
-                f"must be one of {', '.join(PREEMPTION_MODES)}; got {self.preemption_mode!r}",
-            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "max_num_batched_tokens",
@@ -137,15 +170,8 @@ class RequestLimits:
 
     def check(self, prompt_token_ids: Sequence[Any], sampling_params: SamplingParams) -> None:
         """Raise InvalidRequestError, naming field, value and limit, if the request cannot be served."""
-        if len(prompt_token_ids) == 0:
-            raise InvalidRequestError("prompt", "is empty; it needs at least one token")
         check_token_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
-        if len(prompt_token_ids) >= self.max_model_len:
-            raise InvalidRequestError(
-                "prompt",
-                f"has {len(prompt_token_ids)} tokens; at most {self.max_model_len - 1} leave room for one "
-                f"output token within max_model_len {self.max_model_len} ({self.max_model_len_reason})",
-            )
+        check_prompt_length(len(prompt_token_ids), self.max_model_len, self.max_model_len_reason)
         sampling_params.check_token_ids(self.vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(sampling_params, name)
@@ -153,9 +179,19 @@ class RequestLimits:
                 raise InvalidRequestError(name, f"must be at most {self.max_logprobs}, got {value}")
 
 
-def check_count(field: str, value: Any, low: int = 1) -> None:
-    """Raise ConfigError unless `value` is an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ConfigError(field, f"must be an integer, got {value!r}")
-    if operator.index(value) < low:
-        raise ConfigError(field, f"must be at least {low}, got {value}")
+def check_prompt_length(num_tokens: int, max_model_len: int, reason: str | None = None) -> None:
+    """Raise InvalidRequestError unless a prompt leaves room for an output token.
+
+    Args:
+        num_tokens: of the prompt.
+        max_model_len: most tokens of prompt and output together.
+        reason: what set it.
+    """
+    if num_tokens == 0:
+        raise InvalidRequestError("prompt", "is empty; it needs at least one token")
+    if num_tokens >= max_model_len:
+        raise InvalidRequestError(
+            "prompt",
+            f"has {num_tokens} tokens; at most {max_model_len - 1} leave room for one output token within "
+            f"max_model_len {max_model_len}" + (f" ({reason})" if reason else ""),
+        )

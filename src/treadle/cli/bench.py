@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli import EXIT_INTERRUPTED
-from treadle.config import check_count
 from treadle.errors import InvalidRequestError
 from treadle.loadgen import report, workload
+from treadle.settings import check_count
 
 if TYPE_CHECKING:
     from treadle.loadgen.client import Result

@@ -24,7 +24,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--system", help="system message")
     add_sampling_options(parser, max_tokens=512)
-    add_engine_options(parser)
+    add_engine_options(parser, without=("seed",))  # --seed is the request's
     parser.set_defaults(run=run)
 
 

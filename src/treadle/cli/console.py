@@ -31,16 +31,17 @@ def load(args: argparse.Namespace, *, log_stats: bool) -> tuple["LLM", SamplingP
 
     Args:
         args: the command line.
-        log_stats: whether lines of statistics may come between; not into an answer that is being written.
+        log_stats: whether lines of statistics come between if nothing is said of them; not into an answer that
+            is being written.
     """
     given = sampling_options(args)
     # Mistakes are told before torch and a model are loaded.
     SamplingParams(**given)
     options = engine_options(args)
     if not log_stats:
-        options["log_stats_interval_s"] = 0
-    EngineConfig(**options)
-    line = _ProgressLine(f"Loading {args.model}")
+        options.setdefault("log_stats_interval_s", 0.0)
+    config = EngineConfig(**options)
+    line = _ProgressLine(f"Loading {config.model}")
     line.show(0.0)
     try:
         from treadle import LLM

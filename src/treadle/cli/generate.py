@@ -33,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--steps", action="store_true", help="show what each request did in each step")
     add_sampling_options(parser, max_tokens=128)
-    add_engine_options(parser)
+    add_engine_options(parser, without=("seed",))  # --seed is the request's
     parser.set_defaults(run=run)
 
 

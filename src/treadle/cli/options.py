@@ -1,94 +1,73 @@
-"""Command-line options that several commands share. They are those of EngineConfig and SamplingParams.
+"""Command-line options that several commands share: EngineConfig's settings, and those of SamplingParams.
 
 No torch is imported before a model is needed, so that `--help` and mistakes answer at once.
 """
 
 import argparse
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from treadle.engine_config import DEFAULT_MODEL
+from treadle.engine_config import EngineConfig
 from treadle.errors import InvalidRequestError
+from treadle.settings import Setting, settings_of, value_type
+
+_PREFIX = "engine."
+"""Of the engine's options among a command's parsed arguments; other options have some of the same names."""
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that shape the engine."""
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="the embedded model (%(default)s), a folder in Hugging Face layout, a .gguf file, or a hub id",
-    )
-    group.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
-    group.add_argument(
-        "--quantization", choices=["int8"], help="int8: about twice as fast on a CPU, slightly less exact"
-    )
-    group.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        help="auto (int8 with --quantization int8, else the model's), bfloat16 or int8 (default: %(default)s)",
-    )
-    group.add_argument(
-        "--cpu-kernels",
-        default="auto",
-        help="native CPU kernels: auto (the best that run here), avx512_bf16, avx512_vnni, avx512, avx2, or off for "
-        "plain torch (default: %(default)s)",
-    )
-    group.add_argument("--num-threads", type=int, help="threads that compute on a CPU (default: all cores)")
-    group.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    group.add_argument(
-        "--max-model-len", type=int, help="most tokens of prompt and output (default: the model's limit)"
-    )
-    group.add_argument(
-        "--max-num-seqs", type=int, help="most sequences at once (default: 256, or the tokens of a step if fewer)"
-    )
-    group.add_argument("--max-num-batched-tokens", type=int, help="most tokens of one step (default: 512)")
-    group.add_argument("--block-size", type=int, default=16, help="tokens of a KV block (default: %(default)s)")
-    group.add_argument("--num-kv-blocks", type=int, help="blocks of the KV pool (default: from free memory)")
-    group.add_argument("--kv-cache-memory", help="size of the KV pool instead, e.g. 512M or 2G")
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share the KV of equal beginnings (default: on)",
-    )
-    group.add_argument(
-        "--scheduler",
-        default="chunked",
-        help="phase policy: chunked (decodes first, prompts in what is left), three-phase (the same with "
-        "whole prompts), prefill-first (whole prompts, else decodes) or phased (a step is all prompts or all "
-        "decodes) (default: %(default)s)",
-    )
-    group.add_argument(
-        "--order",
-        default="fcfs",
-        help="who goes first: fcfs, priority, shortest-first, fair or deadline (default: %(default)s)",
-    )
-    group.add_argument(
-        "--preemption-mode",
-        default="auto",
-        help="auto (one sequence is computed again, several are swapped), recompute or swap (default: %(default)s)",
-    )
-    group.add_argument(
-        "--swap-space", type=float, default=1.0, help="GiB for swapped requests (default: %(default)s)"
-    )
-    group.add_argument(
-        "--admission-headroom",
-        type=int,
-        default=1,
-        help="free blocks per running sequence that an admission leaves (default: %(default)s)",
-    )
-    group.add_argument(
-        "--long-prefill-token-threshold",
-        type=int,
-        metavar="TOKENS",
-        help="a prompt with more tokens left leaves half of a step's prompt tokens to others; 0 for none "
-        "(default: the tokens of a step)",
-    )
-    group.add_argument("--record", metavar="RUN.jsonl", help="record every step, for `treadle explain`")
-    group.add_argument(
-        "--check-invariants", action="store_true", help="check the scheduler's state in every step (slow)"
-    )
+def add_engine_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Add an option for each setting of EngineConfig.
+
+    Args:
+        parser: of the command.
+        without: settings that the command chooses itself.
+    """
+    groups: dict[str, Any] = {}
+    for name, declared in settings_of(EngineConfig).items():
+        if name in without:
+            continue
+        if declared.group not in groups:
+            groups[declared.group] = parser.add_argument_group(f"engine, {declared.group}")
+        groups[declared.group].add_argument(
+            option_name(name),
+            dest=_PREFIX + name,
+            default=argparse.SUPPRESS,
+            help=_help(declared),
+            **_form(name, declared),
+        )
+
+
+def option_name(setting: str) -> str:
+    """The option of a setting: "--max-num-seqs" of "max_num_seqs"."""
+    return f"--{setting.replace('_', '-')}"
+
+
+def _help(declared: Setting) -> str:
+    default = declared.default_in_words
+    return (f"{declared.help} (default: {default})" if default else declared.help).replace("%", "%%")
+
+
+def _form(name: str, declared: Setting) -> dict[str, Any]:
+    """How argparse reads the option."""
+    kind, is_optional = value_type(EngineConfig, name)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction if declared.default else "store_true"}
+    metavar = declared.metavar or {int: "N", float: "X", str: "NAME"}[kind]
+    if declared.choices:
+        metavar = f"{{{','.join(declared.choice_texts)}}}"
+    reads: Callable[[str], Any] = kind
+    if is_optional and declared.default is not None:
+        reads = _or_none(kind)
+    return {"type": reads, "metavar": metavar}
+
+
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return None if text == "none" else kind(text)
+
+    read.__name__ = getattr(kind, "__name__", "value")  # argparse names it in its error
+    return read
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -109,14 +88,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of LLM."""
-    names = (
-        "model", "dtype", "quantization", "kv_cache_dtype", "cpu_kernels", "num_threads", "device", "max_model_len",
-        "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory",
-        "enable_prefix_caching", "scheduler", "order", "preemption_mode", "swap_space", "admission_headroom",
-        "long_prefill_token_threshold", "check_invariants", "record",
-    )  # fmt: skip
-    return {name: getattr(args, name) for name in names}
+    """The settings that were given: keyword arguments of LLM and of EngineConfig."""
+    return {name.removeprefix(_PREFIX): value for name, value in vars(args).items() if name.startswith(_PREFIX)}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

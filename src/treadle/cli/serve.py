@@ -45,8 +45,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     group.add_argument(
         "--shutdown-grace", type=float, default=10.0, help="seconds that requests get to end (default: %(default)s)"
     )
-    group.add_argument("--max-num-queued-requests", type=int, help="more than this wait: 503 (default: no limit)")
-    group.add_argument("--max-num-queued-tokens", type=int, help="prompt tokens that may wait (default: no limit)")
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -69,21 +67,18 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if not 0 <= args.port < 65536:
         raise ConfigError("--port", f"must be between 0 and 65535, got {args.port}")
-    if args.model_name is not None:
-        args.model = args.model_name
     from treadle.build import build_engine
     from treadle.engine_config import EngineConfig
     from treadle.server.app import create_app
     from treadle.server.http import HttpServer
 
-    config = EngineConfig(
-        **engine_options(args),
-        max_num_queued_requests=args.max_num_queued_requests,
-        max_num_queued_tokens=args.max_num_queued_tokens,
-    )
+    options = engine_options(args)
+    if args.model_name is not None:
+        options["model"] = args.model_name
+    config = EngineConfig(**options)
     app = create_app(
         build_engine(config),
-        model_name=args.served_model_name or args.model,
+        model_name=args.served_model_name or config.model,
         api_key=args.api_key or os.environ.get("TREADLE_API_KEY"),
         max_body_bytes=int(args.max_body_mib * 2**20),
         grace_s=args.shutdown_grace,

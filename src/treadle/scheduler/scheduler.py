@@ -9,7 +9,7 @@ import operator
 from dataclasses import replace
 
 from treadle.clock import Clock, SystemClock
-from treadle.config import CacheConfig, SchedulerConfig
+from treadle.config import CacheConfig, SchedulerConfig, check_prompt_length
 from treadle.errors import ConfigError, EngineError, InvalidRequestError, Overloaded
 from treadle.kvcache import KVCacheManager
 from treadle.request import FinishReason, Request, Sequence
@@ -148,11 +148,7 @@ class Scheduler:
         if request.request_id in self._state.requests:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already in use")
         num_tokens = len(request.prompt_token_ids)
-        if not 0 < num_tokens < config.max_model_len:
-            raise InvalidRequestError(
-                "prompt",
-                f"must have 1 to {config.max_model_len - 1} tokens (max_model_len less one), got {num_tokens}",
-            )
+        check_prompt_length(num_tokens, config.max_model_len)
         if request.sampling_params.n > config.max_num_seqs:
             raise InvalidRequestError(
                 "n", f"must be at most max_num_seqs ({config.max_num_seqs}), got {request.sampling_params.n}"

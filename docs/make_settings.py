@@ -1,0 +1,42 @@
+"""Write docs/settings.md: the settings as EngineConfig declares them.
+
+python docs/make_settings.py
+"""
+
+from itertools import groupby
+from pathlib import Path
+
+from treadle.cli.options import option_name
+from treadle.engine_config import EngineConfig
+from treadle.settings import Setting, settings_of
+
+PAGE = Path(__file__).parent / "settings.md"
+
+TOP = """# Settings
+
+Keywords of `LLM(…)` and options of `treadle generate`, `chat` and `serve`. Each is declared once, in `EngineConfig`
+(`src/treadle/engine_config.py`) or in `SchedulingSettings` (`src/treadle/config.py`); `make docs` writes this page
+from there. `generate` and `chat` have no option for the setting `seed`: their `--seed` is the request's. A value that
+cannot work is refused with a `ConfigError` that names the setting, the value and the limit.
+"""
+
+
+def page() -> str:
+    """The text of docs/settings.md."""
+    parts = [TOP]
+    for group, entries in groupby(settings_of(EngineConfig).items(), key=lambda entry: entry[1].group):
+        parts.append(f"\n## {group[0].upper()}{group[1:]}\n\n")
+        parts.append("| keyword | option | default | what it does |\n|---|---|---|---|\n")
+        parts += [_row(name, declared) for name, declared in entries]
+    return "".join(parts)
+
+
+def _row(name: str, declared: Setting) -> str:
+    unnamed = [choice for choice in declared.choice_texts if choice not in declared.help]
+    choices = f" ({', '.join(declared.choice_texts)})" if unnamed else ""
+    cells = (f"`{name}`", f"`{option_name(name)}`", declared.default_in_words, declared.help + choices)
+    return f"| {' | '.join(cells)} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
