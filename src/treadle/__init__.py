@@ -1,7 +1,7 @@
 """Treadle: an LLM inference engine built around its request scheduler.
 
-`LLM` and `SamplingParams` are what most programs need. They are loaded on first use, so that rooms which
-need no torch (`treadle.scheduler`, `treadle.kvcache`, …) can be imported without it.
+`LLM` and `SamplingParams` are what most programs need. They are loaded on first use, so that packages
+that need no torch (`treadle.scheduler`, `treadle.kvcache`, …) can be imported without it.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`python -m treadle` is the `treadle` command."""
+"""`python -m treadle` runs the `treadle` command."""
 
 import sys
 

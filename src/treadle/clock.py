@@ -1,11 +1,11 @@
-"""Where the time comes from: the wall for a real engine, a number that jumps for simulations and tests."""
+"""Sources of time: the system clock for a real engine, a virtual clock for simulations and tests."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since some fixed point, never going back."""
+    """A monotonic clock: seconds since some fixed point."""
 
     def now(self) -> float:
         """The current time in seconds."""
@@ -16,12 +16,12 @@ class SystemClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary start of this machine."""
+        """Seconds since an arbitrary fixed point."""
         return time.monotonic()
 
 
 class VirtualClock:
-    """A clock that stands still until it is told to move."""
+    """A clock that moves only when `advance` is called."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

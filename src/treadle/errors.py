@@ -3,11 +3,11 @@
 ::
 
     TreadleError
-    ├── InvalidRequestError (ValueError)   a request that cannot be served; names field, value and limit
-    ├── ConfigError (ValueError)           an engine setting that cannot work
+    ├── InvalidRequestError (ValueError)   an invalid request; names the field, the value and the limit
+    ├── ConfigError (ValueError)           an invalid engine setting
     ├── ModelLoadError (ValueError)        a model that cannot be found or read
-    │   └── UnsupportedModelError          readable, but not something Treadle computes
-    ├── Overloaded (RuntimeError)          the queue is full; the request may be sent again later
+    │   └── UnsupportedModelError          a readable model that Treadle cannot compute
+    ├── Overloaded (RuntimeError)          the queue is full; retry later
     └── EngineError (RuntimeError)         the engine failed while serving
 """
 
@@ -17,10 +17,10 @@ class TreadleError(Exception):
 
 
 class InvalidRequestError(TreadleError, ValueError):
-    """A request that cannot be served as it stands. Nothing was queued.
+    """An invalid request. Nothing was queued.
 
     Attributes:
-        field: the argument that is wrong, as the caller spells it.
+        field: name of the invalid argument, as the caller spells it.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -29,7 +29,7 @@ class InvalidRequestError(TreadleError, ValueError):
 
 
 class ConfigError(TreadleError, ValueError):
-    """An engine setting that cannot work; the message names the field, the value and the limit."""
+    """An invalid engine setting; the message names the field, the value and the limit."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -41,14 +41,14 @@ class ModelLoadError(TreadleError, ValueError):
 
 
 class UnsupportedModelError(ModelLoadError):
-    """A model that Treadle can read but does not know how to compute."""
+    """A model that Treadle can read but cannot compute."""
 
 
 class Overloaded(TreadleError, RuntimeError):  # noqa: N818 - a state of the engine, not a mistake
     """The queue of waiting requests is full. Nothing was queued.
 
     Attributes:
-        num_queued_requests, num_queued_tokens: what waits now.
+        num_queued_requests, num_queued_tokens: current size of the queue.
     """
 
     def __init__(self, message: str, num_queued_requests: int, num_queued_tokens: int) -> None:

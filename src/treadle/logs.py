@@ -1,4 +1,4 @@
-"""Where Treadle's log lines go: to standard error, unless the program has set up logging itself."""
+"""Sends Treadle's log lines to standard error, unless the program has set up logging itself."""
 
 import logging
 import os
@@ -10,13 +10,13 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def show_logs(level: str | None = None) -> None:
-    """Print Treadle's log lines to standard error, if nobody handles them yet.
+    """Print Treadle's log lines to standard error, if no handler is installed yet.
 
     Args:
-        level: the least serious level to show; from the environment (TREADLE_LOG_LEVEL) or INFO if None.
+        level: the lowest level to show; if None, TREADLE_LOG_LEVEL from the environment, or INFO.
 
     Raises:
-        ConfigError: the environment names no level.
+        ConfigError: TREADLE_LOG_LEVEL is not a level.
     """
     level = level or os.environ.get(LEVEL_VARIABLE, "INFO").upper()
     if level not in LEVELS:

@@ -1,4 +1,4 @@
-"""Which LoRA adapter a request is for."""
+"""The LoRA adapter of a request."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ class LoRARequest:
     """A LoRA adapter (Hu et al. 2021) by name, as in vLLM.
 
     Attributes:
-        lora_name: what users call it.
-        lora_int_id: its number, from 1; requests with the same number run with the same adapter.
-        lora_path: where its weights lie.
-        version: changes when the weights do, so that KV of the old ones is not taken for KV of the new.
+        lora_name: name of the adapter.
+        lora_int_id: its number, at least 1; requests with the same number use the same adapter.
+        lora_path: path of its weights.
+        version: changes with the weights, so that KV of old weights is never reused for new ones.
     """
 
     lora_name: str
@@ -23,6 +23,6 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
-            raise InvalidRequestError("lora_int_id", f"must be an integer from 1, got {self.lora_int_id!r}")
+            raise InvalidRequestError("lora_int_id", f"must be an integer of at least 1, got {self.lora_int_id!r}")
         if not self.lora_name:
             raise InvalidRequestError("lora_name", "must not be empty")

@@ -1,10 +1,10 @@
-"""How much memory a process may still take."""
+"""How much memory this process can still allocate."""
 
 from pathlib import Path
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping, within the limit of the control group, on Linux."""
+    """Bytes that can be allocated without swapping, within the limit of the control group (Linux)."""
     available = _meminfo("MemAvailable")
     for limit_file, usage_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

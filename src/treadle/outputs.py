@@ -1,4 +1,4 @@
-"""What a caller gets back. Shapes and names are those of vLLM's RequestOutput."""
+"""Results of requests. Shapes and names are those of vLLM's RequestOutput."""
 
 from dataclasses import dataclass, field, replace
 
@@ -28,12 +28,12 @@ class CompletionOutput:
 
     Attributes:
         index: which sequence of the request.
-        text: the text (streaming: what is new since the last output).
-        token_ids: the token ids (streaming: the new ones).
-        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless `logprobs` was asked.
-        logprobs: one mapping per token of `token_ids`; None unless asked.
-        finish_reason: "stop", "length", "abort", "error"; None while it runs.
-        stop_reason: the stop string or stop token id that ended it; None for the model's own end.
+        text: the generated text (streaming: the part that is new since the last output).
+        token_ids: the generated token ids (streaming: the new ones).
+        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless `logprobs` was requested.
+        logprobs: one mapping per token of `token_ids`; None unless requested.
+        finish_reason: "stop", "length", "abort" or "error"; None while the sequence runs.
+        stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence token.
     """
 
     index: int
@@ -51,12 +51,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionRecord:
-    """One time that a request lost its blocks.
+    """One preemption of a request.
 
     Attributes:
-        step: in which step.
+        step: number of the step.
         mode: "recompute" or "swap".
-        for_request_id: who needed them; the request itself when nobody was behind it.
+        for_request_id: the request that needed the blocks; the preempted request itself if none ranked behind it.
     """
 
     step: int
@@ -66,16 +66,16 @@ class PreemptionRecord:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds on the engine's clock.
+    """Times and counts of a request; times are seconds on the engine's clock.
 
     Attributes:
-        arrival_time: when it was added.
+        arrival_time: when the request was added.
         first_scheduled_time: when a step first ran part of it.
         first_token_time: when its first token was sampled.
-        last_token_time: when its last token was sampled; known when a sequence of it ends.
+        last_token_time: when its last token was sampled; set when one of its sequences ends.
         finished_time: when it ended.
-        preemptions: each time it lost its blocks and had to come back.
-        num_cached_tokens: prompt tokens it took from the prefix cache at its first admission.
+        preemptions: every preemption, in order.
+        num_cached_tokens: prompt tokens taken from the prefix cache at its first admission.
     """
 
     arrival_time: float
@@ -88,7 +88,7 @@ class RequestMetrics:
 
     @property
     def num_preemptions(self) -> int:
-        """How often it lost its blocks."""
+        """How often the request was preempted."""
         return len(self.preemptions)
 
     @property
@@ -107,14 +107,14 @@ class RequestOutput:
     """The answer to one request.
 
     Attributes:
-        request_id: the engine's name for it.
+        request_id: the request's id in the engine.
         prompt: the prompt's text; None when token ids were given.
         prompt_token_ids: the prompt's token ids.
-        prompt_logprobs: one mapping per prompt token, None for the first; None unless asked.
+        prompt_logprobs: one mapping per prompt token, None for the first; None unless requested.
         outputs: the generated sequences.
         finished: whether the whole request has ended.
-        metrics: its times and counts.
-        error: what went wrong when an output's finish_reason is "error".
+        metrics: times and counts of the request.
+        error: the error message if an output's finish_reason is "error".
     """
 
     request_id: str
@@ -133,7 +133,7 @@ class RequestOutput:
 
 
 def merge_deltas(outputs: list[RequestOutput]) -> RequestOutput:
-    """Put consecutive outputs of one streaming request together into one."""
+    """Merge consecutive outputs of one streaming request into one."""
     merged: dict[int, CompletionOutput] = {}
     for output in outputs:
         for new in output.outputs:

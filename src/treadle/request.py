@@ -1,4 +1,4 @@
-"""What a caller sends (Request) and the streams of tokens that it holds (Sequence). No torch, no scheduling.
+"""Requests, and the token streams (Sequence) that they hold. No torch, no scheduling.
 
 A Sequence is a view on its storage. While it waits, its tokens, counters and time are small arrays of its own;
 while it runs they are one row of the batch's arrays (`bind`), where a step updates all rows at once.
@@ -20,7 +20,7 @@ IntArray = npt.NDArray[np.int32]
 TimeArray = npt.NDArray[np.float64]
 
 Rank = tuple[int, float, int]
-"""A request's place in every queue; smaller goes first: (0 if aged else 1, key of the order, arrival number).
+"""A request's position in every queue; smaller goes first: (0 if aged else 1, key of the order, arrival number).
 
 It is set when the request is added and changes at most once, when it ages (not under an order by arrival).
 """
@@ -40,7 +40,7 @@ class RequestStatus(Enum):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the strings are what callers see."""
+    """Why a sequence ended; callers see these strings."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -59,13 +59,13 @@ class Grammar(Protocol):
 
 
 class Sequence:
-    """One stream of tokens: the prompt and what was generated after it.
+    """One stream of tokens: the prompt and the tokens generated after it.
 
     Attributes:
         request: the request it belongs to.
         index: its number within the request; part of the sampling noise.
-        row: its row in the batch while it runs, else None.
-        finish_reason: why it ended, None before.
+        row: its row in the batch while it runs, otherwise None.
+        finish_reason: why it ended; None until then.
         stop_reason: the stop string or id that ended it.
         cumulative_logprob: sum of its tokens' log-probabilities; beam search only.
         shares: (sequence, number of tokens) whose KV this one shares and has to wait for, while a group is
@@ -103,17 +103,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
+        """Number of prompt and output tokens known so far."""
         return int(self._counters[NUM_TOKENS])
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is written, always the first ones."""
+        """Number of tokens whose KV is written; always a prefix."""
         return int(self._counters[NUM_COMPUTED])
 
     @property
     def last_token_time(self) -> float:
-        """When it got its latest token, in seconds on the engine's clock; NaN before the first."""
+        """When its latest token was sampled, in seconds on the engine's clock; NaN before the first."""
         return float(self._last_token_time[0])
 
     @last_token_time.setter
@@ -122,19 +122,19 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt in tokens."""
         return len(self.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_tokens_to_prefill(self) -> int:
-        """Known tokens to compute before the sequence decodes.
+        """Number of known tokens to compute before the sequence decodes.
 
-        The last one is among them, because it gives the next token; not so in beam search after the first
+        This includes the last one, whose logits give the next token; except in beam search after the first
         step, where the last tokens of all beams are computed together.
         """
         beam_goes_on = self.request.sampling_params.use_beam_search and self.num_output_tokens > 0
@@ -153,17 +153,17 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the sequence has ended."""
         return self.finish_reason is not None
 
     def bind(self, row: int, token_ids: IntArray, counters: IntArray, last_token_time: TimeArray) -> None:
-        """Move into `row` of a batch: copy tokens, counters and time there and live in those arrays.
+        """Move into `row` of a batch: copy tokens, counters and time there and use those arrays from then on.
 
         Args:
             row: the row's number.
             token_ids: the row's tokens, int32 [max_model_len].
             counters: the row's counters, int32 [NUM_COUNTERS].
-            last_token_time: the row's, float64 [1].
+            last_token_time: the row's token time, float64 [1].
         """
         token_ids[: self.num_tokens] = self.token_ids
         counters[:] = self._counters
@@ -171,18 +171,18 @@ class Sequence:
         self._token_ids, self._counters, self._last_token_time, self.row = token_ids, counters, last_token_time, row
 
     def unbind(self) -> None:
-        """Leave the batch: take copies of tokens, counters and time along."""
+        """Leave the batch: copy tokens, counters and time into arrays of its own."""
         self._token_ids = self.token_ids.copy()
         self._counters = self._counters.copy()
         self._last_token_time = self._last_token_time.copy()
         self.row = None
 
     def set_num_computed_tokens(self, count: int) -> None:
-        """Say that the KV of the first `count` tokens is (still) written."""
+        """Record that the KV of exactly the first `count` tokens is written."""
         self._counters[NUM_COMPUTED] = count
 
     def replace_tokens(self, token_ids: IntArray, num_computed_tokens: int) -> None:
-        """Become a stream with other tokens (beam search: a beam takes the place of another)."""
+        """Replace all tokens (beam search: one beam takes the place of another)."""
         self._token_ids[: len(token_ids)] = token_ids
         self._counters[:] = (len(token_ids), num_computed_tokens)
 
@@ -194,23 +194,23 @@ class Sequence:
 
 
 class Request:
-    """What a caller sends: a prompt and how to continue it.
+    """A prompt and how to continue it, as a caller sends it.
 
     Args:
-        request_id: a name, unique among the unfinished requests.
+        request_id: unique among the unfinished requests.
         prompt_token_ids: token ids, already checked against the vocabulary.
         sampling_params: how to sample and when to stop.
-        stop_token_ids: every id that ends a sequence, the model's end-of-sequence ids among them unless
-            they are to be ignored.
-        seed: of the sampling noise, 0 to 2**64 - 1; None lets the scheduler derive one.
+        stop_token_ids: every id that ends a sequence, including the model's end-of-sequence ids unless
+            `ignore_eos` is set.
+        seed: seed of the sampling noise, 0 to 2**64 - 1; if None, the scheduler derives one.
         arrival_time: seconds on the engine's clock.
         priority: lower goes first, under the order `priority`.
-        tenant: whose it is, under the order `fair`.
-        deadline: seconds on the engine's clock by which it should be done, under the order `deadline`.
-        lora: the adapter that it needs.
-        cache_salt: prefixes are shared only among requests with the same salt.
+        tenant: the tenant that it counts for, under the order `fair`.
+        deadline: when it should be finished, in seconds on the engine's clock, under the order `deadline`.
+        lora: its LoRA adapter.
+        cache_salt: only requests with the same salt share cached prefixes.
         prompt: the prompt's text, if it was given as text.
-        grammar: what the output has to obey, with structured outputs.
+        grammar: constrains the output (structured outputs).
 
     Attributes:
         sequences: one until the prompt is computed, then `n`.
@@ -285,7 +285,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended, for whatever reason."""
+        """Whether the request has ended, for any reason."""
         return self.status is RequestStatus.FINISHED
 
     @property
@@ -295,18 +295,18 @@ class Request:
 
     @property
     def is_forked(self) -> bool:
-        """Whether its prompt has become all of its sequences."""
+        """Whether its prompt has forked into all of its sequences."""
         return len(self.sequences) > 1 or self.sequences[0].num_output_tokens > 0
 
     @property
     def num_seats(self) -> int:
-        """Sequences that it may have running: all of them until they fork, then those that have not ended."""
+        """Sequences that it may have running: `n` until the fork, then those that have not ended."""
         params = self.sampling_params
         return len(self.live_sequences) if self.is_forked and not params.use_beam_search else params.n
 
     @property
     def cache_namespace(self) -> tuple[int, int, str] | None:
-        """What it must have in common with another request to share its KV; None for most."""
+        """The prefix-cache namespace; requests share KV only within one. None without adapter and salt."""
         if self.lora is None and self.cache_salt is None:
             return None
         adapter = (0, 0) if self.lora is None else (self.lora.lora_int_id, self.lora.version)

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen. Names and defaults are those of vLLM's SamplingParams."""
+"""Sampling and stopping parameters of a request. Names and defaults are those of vLLM's SamplingParams."""
 
 import math
 import numbers
@@ -11,15 +11,15 @@ from treadle.errors import InvalidRequestError
 from treadle.structured_outputs import StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy: dividing by them would only overflow."""
+"""Temperatures below this mean greedy sampling: dividing by them would overflow."""
 
 MOST = 1e6
-"""Highest temperature and repetition penalty: they are computed with in float32."""
+"""Maximum temperature and repetition penalty, because both are applied in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose the tokens of one request, and when to stop.
+    """How to sample the tokens of one request, and when to stop.
 
     Attributes:
         n: sequences to generate for the prompt, which is computed once; with beam search, the beam width.
@@ -27,30 +27,30 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probability reaches this; in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than this fraction of the most likely one; in [0, 1].
-        repetition_penalty: divides (or multiplies, when negative) the logits of tokens seen in prompt
-            or output; above 1 discourages them (Keskar et al. 2019, CTRL).
-        presence_penalty: subtracted once from the logit of every token already in the output; in [-2, 2].
-        frequency_penalty: subtracted for each time a token is already in the output; in [-2, 2].
-        seed: makes the request's noise repeatable whatever runs beside it; 0 to 2**64 - 1. Without one
-            the engine derives a seed from its own and the request's arrival number.
-        stop: strings that end the text; they are not part of it unless `include_stop_str_in_output`.
+        repetition_penalty: divides positive logits and multiplies negative logits of tokens seen in prompt or
+            output; values above 1 discourage repetition (Keskar et al. 2019, CTRL).
+        presence_penalty: subtracted once from the logit of every token in the output so far; in [-2, 2].
+        frequency_penalty: subtracted once per occurrence of a token in the output so far; in [-2, 2].
+        seed: makes the request's noise reproducible, regardless of the rest of the batch; 0 to 2**64 - 1. If None,
+            the engine derives a seed from its own seed and the request's arrival number.
+        stop: strings that end the text; excluded from it unless `include_stop_str_in_output` is set.
         stop_token_ids: token ids that end the sequence, besides the model's end-of-sequence ids.
         ignore_eos: do not stop at the model's end-of-sequence ids.
-        max_tokens: the most tokens to generate; None means up to the model's length.
-        min_tokens: no end-of-sequence id, stop id or stop string ends the output before this many tokens.
-        logit_bias: token id → number added to its logit; numbers are clamped to [-100, 100].
+        max_tokens: maximum number of tokens to generate; None means up to the model's length.
+        min_tokens: minimum number of tokens before an end-of-sequence id, stop id or stop string may end the output.
+        logit_bias: token id → bias added to its logit; biases are clamped to [-100, 100].
         allowed_token_ids: sample only from these ids.
-        logprobs: report the log-probabilities of the sampled token and of this many most likely ones.
+        logprobs: report the log-probabilities of the sampled token and of this many most likely tokens.
         prompt_logprobs: the same for every prompt token but the first.
-        detokenize: produce text; without it `stop` cannot work and text is empty.
+        detokenize: produce text; if False, the text is empty and `stop` is not allowed.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string, or the stop token's text, in the text.
         use_beam_search: keep the `n` most likely continuations instead of sampling.
         length_penalty: beam search divides a sequence's log-probability by its length to this power.
-        early_stopping: beam search ends with the first `n` finished sequences (True), when no better one is
-            likely to come (False), or when none can come ("never").
-        structured_outputs: the form that the text has to keep; also as a mapping. `min_tokens` gives way where the
-            text is complete and nothing but its end is allowed.
+        early_stopping: beam search ends at the first `n` finished sequences (True), when a better one is unlikely
+            (False), or when a better one is impossible ("never").
+        structured_outputs: a constraint on the text, also as a mapping. It overrides `min_tokens` where the text is
+            complete and only its end is allowed.
     """
 
     n: int = 1
@@ -123,7 +123,9 @@ class SamplingParams:
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError("stop", "stop strings need detokenize=True")
         if self.is_greedy and self.n > 1 and not self.use_beam_search:
-            raise InvalidRequestError("n", f"greedy sequences are all the same; n must be 1, got {self.n}")
+            raise InvalidRequestError(
+                "n", f"must be 1 with greedy sampling, where all sequences would be equal; got {self.n}"
+            )
         self._check_beam_search()
 
     def _check_beam_search(self) -> None:
@@ -138,12 +140,12 @@ class SamplingParams:
             raise InvalidRequestError("stop", "stop strings are not supported with beam search")
         if self.logprobs is not None:
             raise InvalidRequestError(
-                "logprobs", "not supported with beam search; cumulative_logprob tells each sequence's"
+                "logprobs", "not supported with beam search; cumulative_logprob holds the sum of each sequence"
             )
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether sampling is greedy (always the most likely token)."""
         return self.temperature < GREEDY_TEMPERATURE
 
     def check_token_ids(self, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What the text of an answer has to look like. Names are those of vLLM's StructuredOutputsParams."""
+"""Constraints on the text of an answer. Names are those of vLLM's StructuredOutputsParams."""
 
 import json
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """A form that the generated text keeps to, from its first character to its end. Exactly one of the first five.
+    """A constraint on the whole generated text. Exactly one of the first five fields must be given.
 
     Attributes:
         json: a JSON schema, as a mapping or as text.
         regex: a regular expression that the whole text matches (the syntax of Rust's regex crate).
-        choice: the text is one of these.
+        choice: the texts to choose from.
         grammar: a context-free grammar, in llguidance's dialect of Lark or in GBNF.
         json_object: any JSON object.
-        disable_any_whitespace: no whitespace between the parts of a JSON text.
-        whitespace_pattern: a regular expression for the whitespace between them.
+        disable_any_whitespace: allow no whitespace between JSON tokens.
+        whitespace_pattern: a regular expression for the whitespace between JSON tokens.
     """
 
     json: str | dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise _wrong(name, "must be text", value)
+                raise _wrong(name, "must be a string", value)
         if self.json_object not in (None, True, False):
             raise _wrong("json_object", "must be true", self.json_object)
         if self.choice is not None and (
@@ -52,14 +52,18 @@ class StructuredOutputsParams:
             or not self.choice
             or not all(isinstance(text, str) and text for text in self.choice)
         ):
-            raise _wrong("choice", "must be a list of texts that are not empty", self.choice)
+            raise _wrong("choice", "must be a non-empty list of non-empty strings", self.choice)
         if (self.disable_any_whitespace or self.whitespace_pattern) and not self.is_json:
             name = "whitespace_pattern" if self.whitespace_pattern else "disable_any_whitespace"
-            raise InvalidRequestError(f"structured_outputs.{name}", "is only for json and json_object")
+            raise InvalidRequestError(f"structured_outputs.{name}", "is only valid with json or json_object")
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams | None":
-        """`value` if it is one of these, or one made from a mapping; InvalidRequestError for anything else."""
+        """Convert a mapping, or return `value` unchanged if it is None or already converted.
+
+        Raises:
+            InvalidRequestError: `value` is anything else, or the mapping has an unknown key.
+        """
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, dict):
@@ -67,17 +71,19 @@ class StructuredOutputsParams:
         known = {entry.name for entry in fields(cls)}
         unknown = sorted(str(name) for name in set(value) - known)
         if unknown:
-            raise InvalidRequestError("structured_outputs", f"unknown key {unknown[0]!r}; there are {sorted(known)}")
+            raise InvalidRequestError(
+                "structured_outputs", f"unknown key {unknown[0]!r}; valid keys are {sorted(known)}"
+            )
         return cls(**value)
 
     @property
     def is_json(self) -> bool:
-        """Whether the text is JSON."""
+        """Whether the constraint is one of the JSON kinds."""
         return self.json is not None or bool(self.json_object)
 
     @property
     def num_chars(self) -> int:
-        """Length of what was given, to limit it; JSON is counted as compact text."""
+        """Length of the given constraint, for limits; JSON counts as serialized text."""
         given = next(value for name in KINDS if (value := getattr(self, name)) not in (None, False))
         return len(given) if isinstance(given, str) else len(json.dumps(given, ensure_ascii=False, default=str))
 

@@ -1,4 +1,4 @@
-"""Which blocks of KV memory belong to whom. Knows block ids, never tensors; imports no torch."""
+"""Ownership of KV blocks: which sequence holds which block. Knows block ids, never tensors; imports no torch."""
 
 from treadle.kvcache.allocation import AllocationPlan, AllocStatus
 from treadle.kvcache.block_pool import BlockPool

@@ -1,4 +1,4 @@
-"""Answers of the KVCacheManager: can a request have its blocks, and where would they come from?"""
+"""Answers of the KVCacheManager: can a request get its blocks, and where would they come from?"""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from treadle.request import Sequence
 
 
 class AllocStatus(Enum):
-    """Whether blocks for a request can be had: now, later when others have ended, or never."""
+    """Whether the blocks for a request are available: now, later when other requests have ended, or never."""
 
     OK = "ok"
     LATER = "later"
@@ -21,7 +21,7 @@ class SequencePlan:
     Attributes:
         seq: the sequence.
         cached: ids of the blocks that the cache already holds, in order.
-        last_entry: id of the last cached block's entry in the index.
+        last_entry: id of the last cached block's entry in the prefix index.
         num_shared: first blocks to share with the request's first sequence, which will compute them.
         num_new: further blocks to take.
     """

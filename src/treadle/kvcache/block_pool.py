@@ -1,4 +1,4 @@
-"""The blocks of one tier: who is free, how often each is referenced, who is reused next.
+"""The blocks of one tier: which are free, how often each is referenced, which is reused next.
 
 A block is in exactly one state:
 
@@ -6,8 +6,8 @@ A block is in exactly one state:
 state          ref count  where
 =============  =========  ==============================================================
 referenced     > 0        in block tables
-free           0          on the free stack; its content is worthless
-cached-idle    0          in the eviction queue; its content can still be found
+free           0          on the free stack; its content is not findable
+cached-idle    0          in the eviction queue; its content is still findable
 =============  =========  ==============================================================
 """
 
@@ -22,11 +22,11 @@ from treadle.request import IntArray
 class BlockPool:
     """Free list, reference counts and eviction order of `num_blocks` blocks.
 
-    Free blocks are given out first; then cached-idle ones, least recently used first.
+    Free blocks are allocated first, then cached-idle ones, least recently used first.
 
     Args:
         num_blocks: blocks of this tier.
-        on_evict: called with a cached-idle block's id when it is given out again.
+        on_evict: called with a cached-idle block's id when the block is allocated again.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
@@ -40,16 +40,16 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be given out now: free and cached-idle."""
+        """Blocks that can be allocated now: free and cached-idle."""
         return self._num_free + len(self._cached_idle)
 
     @property
     def num_cached_idle(self) -> int:
-        """Blocks that nobody references but whose content can be found."""
+        """Blocks without references whose content is still findable."""
         return len(self._cached_idle)
 
     def is_cached_idle(self, block: int) -> bool:
-        """Whether nobody references `block` and its content can be found."""
+        """Whether `block` has no references and its content is still findable."""
         return block in self._cached_idle
 
     def cached_idle_block_ids(self) -> list[int]:
@@ -62,9 +62,9 @@ class BlockPool:
         return blocks
 
     def take(self, count: int) -> IntArray:
-        """Give out `count` blocks with one reference each: int32 [count].
+        """Allocate `count` blocks with one reference each: int32 [count].
 
-        The caller has made sure of `count <= num_available`.
+        The caller ensures `count <= num_available`.
         """
         from_free = min(count, self._num_free)
         top = self._num_free
@@ -85,11 +85,11 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def release(self, blocks: IntArray, is_cached: Callable[[int], bool]) -> None:
-        """Drop one reference to each of the distinct `blocks`, in the order in which they may be reused.
+        """Drop one reference to each of the distinct `blocks`, which are ordered by when they may be reused.
 
         Args:
             blocks: int32 [n], no block twice.
-            is_cached: whether a block's content can be found; such blocks become cached-idle.
+            is_cached: whether a block's content is findable; such blocks become cached-idle.
         """
         self.ref_counts[blocks] -= 1
         unreferenced = blocks[self.ref_counts[blocks] == 0]
@@ -99,7 +99,7 @@ class BlockPool:
                 self._cached_idle[block] = None
             else:
                 worthless.append(block)
-        # The stack gives its top first: push in reverse, so that the first one released is the first reused.
+        # The stack pops its top first: push in reverse, so that the first block released is the first reused.
         end = self._num_free + len(worthless)
         self._free[self._num_free : end] = worthless[::-1]
         self._num_free = end

@@ -1,16 +1,16 @@
-"""The KVCacheManager owns every block table and is the only one to change it.
+"""The KVCacheManager owns every block table; no other code changes one.
 
 For one sequence of `num_tokens` tokens in a pool with blocks of B slots::
 
     |<-- cached prefix -->|<---- computed ---->|<-- to compute -->|  room in the last block  |
     0        a multiple of B        num_computed_tokens       num_tokens          num_blocks * B
 
-Blocks for everything up to `num_tokens` are taken when the sequence is admitted; after that it grows by one
-block whenever a token would fall outside (`append`). Sequences of one request share blocks by reference
-count; before one of them writes into a block that another one sees, it gets a copy (`copy_shared_tail`).
+Blocks for all of `num_tokens` are allocated when the sequence is admitted; after that it grows by one block
+whenever a token would not fit (`append`). Sequences of one request share blocks by reference count; before one
+of them writes into a shared block, it gets a copy of its own (`copy_shared_tail`).
 
-There are two tiers of blocks: the device tier, where the runner computes, and the host tier, where the blocks
-of swapped requests rest.
+There are two tiers of blocks: the device tier, where the runner computes, and the host tier, which holds the
+blocks of swapped requests.
 """
 
 from collections.abc import Iterable, Iterator
@@ -63,7 +63,7 @@ class KVCacheManager:
         self.num_tokens_covered: IntArray = np.zeros(max_rows, dtype=np.int32)
         self.host_tables: dict[Sequence, IntArray] = {}
         self._is_indexed = _never_cached if self.index is None else self.index.holds
-        # Per row: how many of its blocks have been offered to the index, and the entry of the last of them.
+        # Per row: how many of its blocks have been added to the index, and the entry of the last one.
         self._num_indexed = [0] * max_rows
         self._last_entry = [ROOT] * max_rows
         self.num_prefix_queries = 0
@@ -75,17 +75,17 @@ class KVCacheManager:
 
     @property
     def num_available_blocks(self) -> int:
-        """Device blocks that can be taken now."""
+        """Device blocks that can be allocated now."""
         return self.pool.num_available
 
     @property
     def usage(self) -> float:
-        """Share of the device tier that sequences reference, 0 to 1."""
+        """Fraction of the device tier that sequences reference, 0 to 1."""
         return 1.0 - self.pool.num_available / self.pool.num_blocks
 
     @property
     def version(self) -> int:
-        """Grows whenever the cache may hold a longer prefix than before."""
+        """Increases whenever the cache may hold a longer prefix than before."""
         return 0 if self.index is None else self.index.version
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -95,8 +95,8 @@ class KVCacheManager:
     def plan_allocation(self, request: Request) -> AllocationPlan:
         """Where the unfinished sequences of a request that holds no blocks would get theirs.
 
-        Each takes the longest prefix that the cache holds. A group that is computed again computes its
-        prompt once: the others share the first one's full blocks of it, unless the cache holds more.
+        Each takes the longest cached prefix. A recomputed group computes its prompt once: the other sequences
+        share the first one's full blocks of it, unless the cache holds more.
         """
         plans: list[SequencePlan] = []
         for seq in request.live_sequences:
@@ -113,11 +113,11 @@ class KVCacheManager:
         return AllocationPlan(tuple(plans), len(plans[0].cached) * self.block_size)
 
     def can_allocate(self, plan: AllocationPlan, headroom: int = 0) -> AllocStatus:
-        """Whether the blocks of `plan` can be had, leaving `headroom` blocks."""
+        """Whether the blocks of `plan` are available with `headroom` blocks to spare."""
         cached = plan.cached
         if len(cached) + plan.num_new > self.pool.num_blocks:
             return AllocStatus.NEVER
-        # Idle blocks of the prefix are available ones; taking them leaves fewer for the rest.
+        # Idle blocks of the prefix count as available; referencing them leaves fewer for the rest.
         idle = sum(map(self.pool.is_cached_idle, cached))
         enough = plan.num_new + idle + headroom <= self.pool.num_available
         return AllocStatus.OK if enough else AllocStatus.LATER
@@ -128,11 +128,11 @@ class KVCacheManager:
         return missing
 
     def rows_with_shared_tail(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """Those of `rows` that see the block of their next token together with others.
+        """Those of `rows` that share the block of their next token with others.
 
         Args:
             rows: int32 [n].
-            positions: int32 [n], where each writes its next token.
+            positions: int32 [n], where each row writes its next token.
         """
         numbers = positions // self.block_size
         inside = numbers < self.num_blocks[rows]
@@ -140,7 +140,7 @@ class KVCacheManager:
         return rows[inside & (self.pool.ref_counts[blocks] > 1)]
 
     def num_copies_needed(self, rows: IntArray, positions: IntArray) -> int:
-        """Blocks that `rows` of one request need before each may write its next token."""
+        """Copies that `rows` of one request need before each may write its next token."""
         shared = self.rows_with_shared_tail(rows, positions)
         if not len(shared):
             return 0
@@ -198,13 +198,13 @@ class KVCacheManager:
     # Commands
 
     def allocate(self, plan: AllocationPlan) -> None:
-        """Give the sequences of `plan`, which have rows now, their blocks.
+        """Allocate the blocks of `plan`; its sequences have rows by now.
 
-        The caller has asked `can_allocate` in the same state. Sets each sequence's number of computed tokens
-        to what the cache holds of it.
+        The caller has checked `can_allocate` in the same state. Sets each sequence's number of computed tokens
+        to the length of its cached prefix.
         """
         lead = plan.sequences[0].seq
-        for part in plan.sequences:  # all of them first, so that no block to be shared is taken
+        for part in plan.sequences:  # reference all of them first, so that no cached block is evicted
             self.pool.reference(part.cached)
         for part in plan.sequences:
             seq = part.seq
@@ -226,7 +226,7 @@ class KVCacheManager:
             self.num_prefix_hits += len(part.cached) * self.block_size
 
     def append(self, rows: IntArray, missing: IntArray) -> None:
-        """Give each of the distinct `rows` its `missing` blocks; the caller has seen that there are enough.
+        """Allocate the `missing` blocks of each of the distinct `rows`; the caller ensures that there are enough.
 
         Args:
             rows: int32 [n].
@@ -268,9 +268,9 @@ class KVCacheManager:
         return bool(self._changes)
 
     def copy_shared_tail(self, seq: Sequence, position: int) -> BlockPairs:
-        """Before `seq` writes at `position`: give it a block of its own if others see that one (copy-on-write).
+        """Copy-on-write: give `seq` a block of its own before it writes at `position`, if that block is shared.
 
-        Returns what has to be copied: nothing, or one pair.
+        Returns the copies to make: none, or one pair.
         """
         row = seq.row
         assert row is not None
@@ -286,7 +286,7 @@ class KVCacheManager:
         return [(block, copy)]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child`, which has a row and no blocks, share all blocks of `parent`."""
+        """Share all blocks of `parent` with `child`, which has a row and no blocks."""
         assert parent.row is not None
         assert child.row is not None
         blocks = self.block_table(parent)
@@ -297,11 +297,11 @@ class KVCacheManager:
         self._last_entry[child.row] = self._last_entry[parent.row]
 
     def reassign(self, sequences: list[Sequence], parents: list[Sequence]) -> None:
-        """Let each of `sequences` have the blocks that its parent had, all at once (beam search).
+        """Give each of `sequences` the blocks of its parent, all at once (beam search).
 
         Args:
             sequences: running sequences.
-            parents: one of them for each.
+            parents: for each of them, the one whose blocks it takes over.
         """
         before = [(self.block_table(p), self._num_indexed[_row(p)], self._last_entry[_row(p)]) for p in parents]
         for blocks, _, _ in before:
@@ -326,7 +326,7 @@ class KVCacheManager:
     def index_computed(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks within the first `num_tokens` tokens of a running sequence findable.
 
-        Their KV must be written.
+        The KV of these tokens must be written.
         """
         row = seq.row
         if self.index is None or row is None:
@@ -341,17 +341,17 @@ class KVCacheManager:
         self._num_indexed[row], self._last_entry[row] = end, parent
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks from a running sequence, after making its full blocks findable.
+        """Free all blocks of a running sequence, after making its full blocks findable.
 
-        Blocks of the tail come first in the order of reuse, so that beginnings stay findable longest.
+        Its last blocks are reused first, so that prefixes stay findable longest.
         """
         self.index_computed(seq, seq.num_computed_tokens)
         self._release(_row(seq))
 
     def swap_out(self, request: Request) -> BlockPairs:
-        """Move the blocks of a running request to the host tier; the caller has asked `can_swap_out`.
+        """Move the blocks of a running request to the host tier; the caller has checked `can_swap_out`.
 
-        Returns (device block, host block) of what has to be copied.
+        Returns the copies to make as (device block, host block).
         """
         sequences = request.live_sequences
         tables = [self.block_table(seq) for seq in sequences]
@@ -364,7 +364,7 @@ class KVCacheManager:
     def swap_in(self, request: Request) -> BlockPairs:
         """Move the blocks of a swapped request, whose sequences have rows now, back to the device tier.
 
-        The caller has asked `can_swap_in`. Returns (host block, device block) of what has to be copied.
+        The caller has checked `can_swap_in`. Returns the copies to make as (host block, device block).
         """
         sequences = request.live_sequences
         tables = [self.host_tables[seq].tolist() for seq in sequences]
@@ -378,10 +378,10 @@ class KVCacheManager:
         return list(target.items())
 
     def free_host(self, seq: Sequence) -> None:
-        """Take all host blocks from a swapped sequence."""
+        """Free all host blocks of a swapped sequence."""
         self.host_pool.release(self.host_tables.pop(seq), is_cached=_never_cached)
 
-    # Inside
+    # Internals
 
     def _find_prefix(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
         """The longest cached prefix of a sequence: its blocks, and the entry of the last one.
@@ -401,7 +401,7 @@ class KVCacheManager:
         return tuple(blocks), parent
 
     def _take_copies(self, tables: Iterable[list[int]], pool: BlockPool) -> dict[int, int]:
-        """Take from `pool` a block for each distinct block of `tables`, with as many references."""
+        """Allocate from `pool` a block for each distinct block of `tables`, with as many references."""
         tables = list(tables)
         distinct = list(dict.fromkeys(block for table in tables for block in table))
         target = dict(zip(distinct, pool.take(len(distinct)).tolist(), strict=True))
@@ -411,7 +411,7 @@ class KVCacheManager:
 
     @staticmethod
     def _num_copies(tails: list[int], pool: BlockPool) -> int:
-        """Copies that writers into shared blocks need: all but the last one to see a block gets a copy."""
+        """Copies that writers into shared blocks need: each writer but the last holder of a block gets one."""
         counts: dict[int, int] = {}
         for block in tails:
             counts[block] = counts.get(block, 0) + 1
@@ -429,7 +429,7 @@ class KVCacheManager:
         self._last_entry[row] = ROOT
 
     def _contents(self, seq: Sequence, first: int, end: int) -> Iterator[tuple[bytes, Namespace]]:
-        """What blocks number `first` to `end` - 1 of a sequence hold: tokens and namespace, without the parent."""
+        """Tokens and namespace of blocks `first` to `end` - 1 of a sequence, without the parent."""
         size = self.block_size
         tokens = seq.token_ids[first * size : end * size].tobytes()
         namespace = seq.request.cache_namespace
