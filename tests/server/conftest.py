@@ -21,11 +21,11 @@ from treadle.server.http import HttpServer
 
 MODEL = "tiny"
 PATIENCE_S = 120
-"""How long a test waits for what must happen. No test measures with it: a busy machine may take most of it."""
+"""Timeout for events that must happen. No test measures with it: a busy machine may need most of it."""
 
 
 class RunningServer:
-    """An application that is served until `stop`."""
+    """An application served until `stop`."""
 
     def __init__(self, *, app_options=None, **config):
         config = {
@@ -58,7 +58,7 @@ class RunningServer:
         return httpx2.post(self.url + path, json=body, timeout=PATIENCE_S, **options)
 
     def wait_until_idle(self):
-        """Until no request is left; then no block may be held."""
+        """Wait until no request is left; then no block may be referenced."""
         deadline = time.monotonic() + PATIENCE_S
         while self.scheduler.num_unfinished_requests or self.built.engine.has_unfinished_requests:
             assert time.monotonic() < deadline, "requests are left"

@@ -1,4 +1,4 @@
-"""The stream of steps as its readers get it: whole, from wherever they begin, also when they lag."""
+"""The stream of steps: complete for every client, wherever it starts and even if it falls behind."""
 
 import asyncio
 
@@ -8,21 +8,21 @@ from treadle.server.feed import MAX_PENDING, StepFeed
 
 
 class BetweenSteps:
-    """Stands for the engine's thread: here steps run only when the test says so."""
+    """Stands in for the engine's thread: steps run only when the test calls for them."""
 
     async def call(self, function):
         return function()
 
 
 class Reader:
-    """Keeps what a page would: the blocks by state and changes, the steps seen, how many were missed."""
+    """Tracks what a page would: the holder of each block, the steps seen, the number missed."""
 
     def __init__(self, feed):
         self.events = feed.follow(lambda: False)
         self.blocks, self.steps, self.num_missed, self.arrived = {}, [], 0, set()
 
     async def read(self, num_blocks):
-        """Whatever is there."""
+        """Read all pending events."""
         while True:
             event = await anext(self.events)
             if event is None:
@@ -38,7 +38,7 @@ class Reader:
             apply(self.blocks, event["block_changes"])
 
 
-def test_readers_come_lag_and_catch_up(monkeypatch):
+def test_clients_join_fall_behind_and_catch_up(monkeypatch):
     monkeypatch.setattr("treadle.server.feed.HEARTBEAT_S", 0.01)
     engine = ToyEngine(num_blocks=30, block_size=4, max_model_len=100, admission_headroom=0)
     scheduler = engine.scheduler
@@ -71,7 +71,7 @@ def test_readers_come_lag_and_catch_up(monkeypatch):
             assert reader.num_missed == 0
         assert early.steps == list(range(21, 81))
         assert late.steps == list(range(51, 81))
-        # One reads on, the other does not for a while.
+        # One client keeps reading, the other pauses.
         for _ in range(3):
             run(MAX_PENDING // 2)
             await early.read(30)

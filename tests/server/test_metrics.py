@@ -1,4 +1,4 @@
-"""The metrics against an account of every token, kept from outside."""
+"""The metrics against an independent count of every token."""
 
 import math
 
@@ -9,7 +9,7 @@ from treadle.server.metrics import Metrics
 
 
 class Account:
-    """Looks at all sequences after every step, and notes when each has grown."""
+    """Checks all sequences after every step and records when each one grew."""
 
     def __init__(self, requests):
         self.requests, self.last, self.gaps, self.first = requests, {}, [], []

@@ -1,4 +1,4 @@
-"""openai-python against the server, as people use it."""
+"""openai-python against the server."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_chat(client):
     usage = answer.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert 0 < usage.completion_tokens <= 24
-    # The same conversation again takes its blocks from the cache, and says the same.
+    # The same conversation again hits the prefix cache and gets the same answer.
     again = client.chat.completions.create(messages=QUESTION, **GREEDY)
     assert again.choices[0].message.content == choice.message.content
     assert again.usage.prompt_tokens_details.cached_tokens > 0
@@ -62,7 +62,7 @@ def test_joined_deltas_are_the_whole_text(client, text, stop):
     assert last.usage.total_tokens == whole.usage.total_tokens
     tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
     assert tokens == whole.choices[0].logprobs.tokens
-    # A chunk per token, also for one without text yet.
+    # A chunk per token, even if the token has no text yet.
     assert len(chunks) == whole.usage.completion_tokens
 
 
@@ -82,7 +82,7 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_deltas_of_fifty_prompts_join(client, chat):
-    """Side by side, sampled (so that odd tokens come up), with stop strings for every other one."""
+    """Concurrent and sampled (so that unusual tokens occur), with stop strings for every other prompt."""
     texts = [f"{start} {end}" for start in SCRIPTS for end in ("is", "🚀", "means:\n", "1, 2,", "and ü")]
 
     def both(i):
@@ -106,7 +106,7 @@ def test_deltas_of_fifty_prompts_join(client, chat):
         assert joined == text
         assert last.finish_reason == whole.finish_reason
         assert last.stop_reason == whole.stop_reason
-    # The prompts did bring up what they are for: multi-byte characters and stop strings.
+    # The prompts did produce multi-byte characters and stop strings.
     assert sum(not text.isascii() for _, text, _, _ in answers) > 5
     assert any(isinstance(whole.stop_reason, str) for whole, *_ in answers)
 
@@ -148,7 +148,7 @@ def test_several_choices(client):
 
 
 def test_loglikelihood(server, client):
-    """What lm-eval does: the log-probability of a continuation, from an echoed prompt of token ids."""
+    """As lm-eval does: the log-probability of a continuation, from an echoed prompt of token ids."""
     tokenizer = server.built.tokenizer
     ids = tokenizer.encode("The capital of France is Paris.")
     answer = client.completions.create(
@@ -164,7 +164,7 @@ def test_loglikelihood(server, client):
     )
     assert nothing_new.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[:-1]
     assert nothing_new.usage.completion_tokens == 0
-    # Independently: each prefix asked for its next token.
+    # Independent check: request the next token of each prefix.
     for i in range(1, len(ids)):
         one = client.completions.create(
             model=MODEL, prompt=[ids[:i]], max_tokens=1, logprobs=1, temperature=0,
@@ -218,7 +218,7 @@ def test_errors(client, options, status, param):
         assert error["param"] == param
 
 
-def test_what_would_change_the_answer_is_refused(client):
+def test_unsupported_fields_are_refused(client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     for options in (
         {"tools": [tool]},
@@ -300,8 +300,8 @@ def test_models_and_text(server, client):
     assert chat["count"] == client.chat.completions.create(messages=QUESTION, **GREEDY).usage.prompt_tokens
 
 
-def test_the_answer_is_the_engines(server, client, embedded_model):
-    """Bit for bit what the offline API says, whatever else is served."""
+def test_answers_equal_the_offline_engines(server, client, embedded_model):
+    """Answers are bit-identical to those of the offline API, whatever else is running."""
     from treadle import LLM
 
     llm = LLM(quantization="int8", num_kv_blocks=100, max_model_len=512, log_stats_interval_s=0)

@@ -1,4 +1,4 @@
-"""What schemathesis makes of the OpenAPI document: requests that keep to it, and ones that do not."""
+"""schemathesis on the OpenAPI document: valid and invalid requests."""
 
 import hypothesis.strategies as st
 import pytest
@@ -11,8 +11,8 @@ from server.conftest import running
 
 pytestmark = pytest.mark.slow
 
-# Values have limits that no schema tells (a prompt's length in tokens): those are 400s, which name them. And what
-# means a number is taken as one ("16", true), as vLLM does.
+# Some limits cannot be expressed in a schema (a prompt's length in tokens): the server responds with 400 and names
+# them. Strings and booleans are accepted as numbers ("16", true), as in vLLM.
 EXCLUDED = ("positive_data_acceptance", "negative_data_rejection")
 
 
@@ -28,7 +28,7 @@ def document(small_server):
     return schemathesis.openapi.from_url(small_server.url + "/openapi.json")
 
 
-def test_the_document_is_kept(document):
+def test_responses_conform_to_the_document(document):
     operations = [result.ok() for result in document.get_all_operations()]
     assert {operation.path for operation in operations} >= {"/v1/chat/completions", "/v1/completions", "/tokenize"}
     excluded = [CHECKS.get_one(name) for name in EXCLUDED]

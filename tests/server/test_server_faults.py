@@ -1,4 +1,4 @@
-"""What goes wrong around a server: clients that leave, bad bodies, overload, a failing runner, a dying engine."""
+"""Faults around a server: disconnecting clients, bad bodies, overload, a failing runner, a dead engine."""
 
 import asyncio
 import resource
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 class Gate:
-    """Holds the engine before each step until the test lets it go; then what the scheduler holds can be looked at.
+    """Holds the engine before each step until the test releases it, so that the test can inspect the scheduler.
 
     Args:
         runner: whose steps are held.
@@ -37,7 +37,7 @@ class Gate:
         return self._execute(plan)
 
     def wait(self):
-        """Until a step is planned."""
+        """Wait until a step is planned."""
         assert self._arrived.acquire(timeout=PATIENCE_S)
 
     def step(self):
@@ -45,13 +45,13 @@ class Gate:
         self._steps.release()
 
     def open(self):
-        """Hold no more."""
+        """Stop holding the engine."""
         self._is_open = True
         self._steps.release()
 
 
 async def _ask(client, url, name, i):
-    """A long answer, streamed or not."""
+    """Request a long answer, streamed or not."""
     prompt = [(7 * i + j) % 5000 + 5 for j in range(20 + 7 * i % 200)]
     body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "request_id": name}
     if i % 2:
@@ -63,7 +63,7 @@ async def _ask(client, url, name, i):
 
 
 def _places(scheduler):
-    """Unfinished requests by where they are: waiting, in prefill (with a part computed), decoding, swapped."""
+    """Unfinished requests by state: waiting, in prefill (partly computed), decoding, swapped."""
     running = scheduler.batch.running_requests()
     decoding = [r for r in running if r.is_forked]
     return {
@@ -75,7 +75,7 @@ def _places(scheduler):
 
 
 async def _leave_everywhere(server, gate):
-    """60 clients ask; three of those that wait, are in prefill, decode or are swapped leave, then all."""
+    """60 clients send requests; three each of the waiting, prefilling, decoding and swapped disconnect, then all."""
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(limits=limits, timeout=PATIENCE_S) as client:
         tasks = {
@@ -98,7 +98,7 @@ async def _leave_everywhere(server, gate):
 
 
 def test_clients_that_leave():
-    """In waiting, prefill, decode and swapped, as the pool is small and requests are swapped out of it."""
+    """Clients disconnect while waiting, in prefill, in decode and swapped; the small pool forces swaps."""
     with running(
         num_kv_blocks=60, max_model_len=600, preemption_mode="swap", swap_space=0.1, admission_headroom=0,
         max_num_batched_tokens=32,
@@ -137,7 +137,7 @@ def test_bad_bodies(server, content, status):
 
 @pytest.mark.parametrize("limit", [None, 500])
 def test_ten_thousand_at_once(limit):
-    """All are answered if the queue has no limit; with one, what is over it is told so, and nothing is lost."""
+    """Without a limit on the queue all are answered; with one, the excess gets 503, and no request is lost."""
     options = ["--max-num-queued-requests", str(limit)] if limit else []
     count = 10_000
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

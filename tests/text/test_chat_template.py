@@ -47,7 +47,7 @@ def test_renders_as_transformers_does(source, add_generation_prompt, embedded_mo
     assert template.render(MESSAGES, add_generation_prompt=add_generation_prompt) == expected
 
 
-def test_what_the_template_refuses_is_told():
+def test_the_templates_own_errors_are_reported():
     template = ChatTemplate(MISTRAL, bos_token="<s>", eos_token="</s>")
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         template.render([{"role": "assistant", "content": "hi"}])
@@ -67,7 +67,7 @@ def test_templates_cannot_leave_the_sandbox(source):
         ChatTemplate(source).render([{"role": "user", "content": "hi"}])
 
 
-def test_a_broken_template_is_a_broken_model():
+def test_an_invalid_template_is_a_model_load_error():
     with pytest.raises(ModelLoadError, match="chat template is not valid"):
         ChatTemplate("{% for %}")
 

@@ -21,7 +21,7 @@ def compiler(embedded_model):
 
 @pytest.fixture(scope="module")
 def token_bytes(embedded_model):
-    """The bytes of every token: GPT-2's printable stand-ins put back; None for special ones."""
+    """The bytes of every token, converted back from GPT-2's printable characters; None for special tokens."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     stands_for = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -41,7 +41,7 @@ def allowed(matcher, vocab_size):
 
 
 def brute_force(choices, text, token_bytes, eos_ids):
-    """Tokens after which some choice can still be reached; the end where one is complete."""
+    """Tokens after which some choice is still reachable; end-of-sequence where one is complete."""
     wanted = [choice.encode() for choice in choices]
     found = {
         i
@@ -51,7 +51,7 @@ def brute_force(choices, text, token_bytes, eos_ids):
     return found | (set(eos_ids) if text in wanted else set())
 
 
-def test_masks_are_those_of_brute_force_all_along(compiler, token_bytes, embedded_model):
+def test_masks_equal_brute_force_at_every_token(compiler, token_bytes, embedded_model):
     eos = embedded_model.eos_token_ids
     grammar = compiler.compile(StructuredOutputsParams(choice=CHOICES))
     for choice in CHOICES:
@@ -73,8 +73,8 @@ def test_masks_are_those_of_brute_force_all_along(compiler, token_bytes, embedde
 
 @examples(60)
 @given(jumps=st.lists(st.tuples(st.sampled_from(CHOICES), st.integers(0, 12)), max_size=8))
-def test_a_matcher_follows_wherever_its_sequence_goes(compiler, embedded_model, jumps):
-    """Back, forth, and on to another output, as a beam's."""
+def test_a_matcher_follows_its_sequence(compiler, embedded_model, jumps):
+    """Backward, forward, and to another output, as in a beam search."""
     grammar = compiler.compile(StructuredOutputsParams(choice=CHOICES))
     matcher = grammar.matcher()
     for text, length in jumps:
@@ -112,13 +112,13 @@ def test_the_same_grammar_is_compiled_once(compiler):
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"),
     ],
 )
-def test_mistakes_are_told(compiler, params, message):
+def test_invalid_grammars_are_refused(compiler, params, message):
     with pytest.raises(InvalidRequestError, match="structured_outputs") as error:
         compiler.compile(StructuredOutputsParams(**params))
     assert message in str(error.value)
 
 
-def test_a_model_without_an_end_cannot_keep_a_form(embedded_model):
+def test_a_model_without_an_end_token_is_refused(embedded_model):
     compiler = GrammarCompiler(embedded_model.tokenizer, embedded_model.config.vocab_size, frozenset())
     with pytest.raises(InvalidRequestError, match="end-of-sequence"):
         compiler.compile(StructuredOutputsParams(regex="a"))

@@ -6,7 +6,7 @@ from treadle.text import StopStringMatcher
 
 
 def feed(pieces, stops, **options):
-    """What is shown, piece by piece, and the stop string that was found."""
+    """The emitted pieces of text, and the stop string that was found."""
     matcher = StopStringMatcher(stops, **options)
     shown = []
     for piece in pieces:
@@ -22,17 +22,17 @@ def test_a_stop_string_over_four_pieces_is_never_partly_shown():
     assert shown == ["Hello ", "", "", ""]
 
 
-def test_what_only_looked_like_one_is_shown():
+def test_a_false_start_of_a_stop_string_is_emitted():
     assert feed(["a<|e", "x"], ["<|end|>"]) == (["a", "<|ex", ""], None)
     assert feed(["a<|e"], ["<|end|>"]) == (["a", "<|e"], None)
 
 
-def test_the_earliest_wins_then_the_one_named_first():
+def test_the_earliest_match_wins_then_the_first_in_the_list():
     assert feed(["one two three"], ["three", "two"]) == (["one "], "two")
     assert feed(["abc"], ["b", "bc"]) == (["a"], "b")
 
 
-def test_it_can_be_kept():
+def test_the_stop_string_can_be_included():
     assert feed(["ab", "cd"], ["bc"], include_in_output=True) == (["a", "bc"], "bc")
 
 

@@ -19,8 +19,8 @@ def test_embedded_equals_transformers(text, embedded_model, oracle_tokenizer):
 
 
 def test_every_numeral_is_a_word_of_its_own(embedded_model):
-    # As the model was trained. transformers forgets this rule when it rebuilds the tokenizer from GGUF, which
-    # shows in numerals that are not ASCII digits.
+    # As in training. transformers loses this rule when it rebuilds the tokenizer from GGUF, which affects numerals
+    # that are not ASCII digits.
     tokenizer = embedded_model.tokenizer
     assert tokenizer.encode(" ½") == [*tokenizer.encode(" "), *tokenizer.encode("½")]
 
@@ -45,7 +45,7 @@ def test_sentencepiece_merges_by_score_and_falls_back_to_bytes():
     assert tokenizer.byte_token_ids == frozenset(range(BYTES, BYTES + 256))
 
 
-def test_bos_only_where_the_file_or_the_kind_asks():
+def test_bos_follows_the_file_then_the_kind():
     metadata = sentencepiece_metadata()
     assert tokenizer_from_gguf(metadata).encode("the")[0] == 1
     assert tokenizer_from_gguf({**metadata, "tokenizer.ggml.add_bos_token": False}).encode("the")[0] != 1
@@ -77,7 +77,7 @@ def test_words_are_split_as_the_models_were_trained(pre, text, words):
     assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in pieces] == words
 
 
-def test_what_is_not_known_is_named():
+def test_unknown_kinds_are_named():
     metadata = sentencepiece_metadata()
     with pytest.raises(UnsupportedModelError, match="'rwkv' is not supported; supported are 'gpt2'"):
         tokenizer_from_gguf({**metadata, "tokenizer.ggml.model": "rwkv"})
@@ -90,7 +90,7 @@ def test_what_is_not_known_is_named():
 def test_broken_tokenizer_json(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    with pytest.raises(ModelLoadError, match=r"tokenizer.json: not a tokenizer"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer.json: cannot be read as a tokenizer"):
         Tokenizer.from_file(path)
 
 

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API, with vLLM's extras, on the engine."""
+"""The HTTP server: OpenAI's API with vLLM's extensions."""

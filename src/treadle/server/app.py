@@ -31,11 +31,17 @@ logger = logging.getLogger("treadle")
 RETRY_AFTER_S = 1
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorResponse, "description": "What is wrong with the request: field, value and limit."},
-    "5XX": {"model": ErrorResponse, "description": "Overloaded, stopping, or a step that failed."},
+    "4XX": {
+        "model": ErrorResponse,
+        "description": "The request is invalid; the message names the field, the value and the limit.",
+    },
+    "5XX": {"model": ErrorResponse, "description": "The server is overloaded or stopping, or a step failed."},
 }
 EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {}}, "description": "The answer; with stream=true in events."}
+    200: {
+        "content": {"text/event-stream": {}},
+        "description": "The response; with stream=true, as server-sent events.",
+    }
 }
 
 
@@ -47,14 +53,14 @@ def create_app(
     max_body_bytes: int = 8 * 2**20,
     grace_s: float = 10.0,
 ) -> FastAPI:
-    """The application around an engine, which it starts and stops.
+    """Create the application; it starts and stops the engine.
 
     Args:
-        built: the engine and what belongs to it.
-        model_name: what clients call the model.
-        api_key: what they have to send; None for nothing.
-        max_body_bytes: longest body of a request.
-        grace_s: seconds that requests get to end when the server stops.
+        built: the engine and its parts.
+        model_name: name of the model in the API.
+        api_key: key that clients must send; None for no authentication.
+        max_body_bytes: maximum size of a request body.
+        grace_s: seconds that unfinished requests have to finish when the server stops.
     """
     service = Service(built, model_name)
     metrics = Metrics(built.engine.scheduler, model_name)
@@ -103,7 +109,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 async def _tell_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream that has begun cannot change its status any more: an error is told in an event of its own."""
+    """Report errors as an event, because a stream that has started cannot change its HTTP status."""
     try:
         async for event in events:
             yield event
@@ -259,7 +265,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def unexpected(_: Request, error: Exception) -> Response:
         logger.exception("a request failed", exc_info=error)
-        return answer(500, "server_error", "internal error; the server's log says more")
+        return answer(500, "server_error", "internal error; see the server's log")
 
     handlers: dict[type[Exception], Any] = {
         InvalidRequestError: invalid,

@@ -1,4 +1,4 @@
-"""What one call of a generating endpoint is made of, chat or completion."""
+"""The common part of a call of a generating endpoint, chat or completion."""
 
 import time
 from abc import ABC, abstractmethod
@@ -16,16 +16,16 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 class Call(ABC, Generic[R]):
-    """One call: who asks what, and the frame of the answer.
+    """One call: its request, and the frame of its response.
 
     Args:
         service: the engine.
-        request: what the client sent.
-        id_prefix: begins the call's id.
+        request: the request body.
+        id_prefix: prefix of the call's id.
     """
 
     chunk_kind: str
-    """What the events of a stream call themselves."""
+    """The `object` field of streamed chunks."""
 
     def __init__(self, service: Service, request: R, id_prefix: str) -> None:
         service.check_model(request.model)
@@ -35,9 +35,9 @@ class Call(ABC, Generic[R]):
         self._id = service.new_id(id_prefix, request.request_id)
 
     async def stream(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
-        """The answer in server-sent events: a chunk per token and choice, then the usage if it is wanted."""
+        """The response as server-sent events: a chunk per token and choice, then the usage if requested."""
         options = self._request.stream_options
-        # By prompt: the tokens of it, those generated, and those from the prefix cache.
+        # Per prompt: prompt tokens, generated tokens, tokens from the prefix cache.
         used: dict[int, tuple[int, int, int]] = {}
         begun: set[int] = set()
 
@@ -71,12 +71,12 @@ class Call(ABC, Generic[R]):
         yield sse("[DONE]")
 
     def _opening(self, index: int) -> Sequence[JSON]:
-        """What is said before a choice's first token."""
+        """The choices to send before the first token of a choice."""
         return ()
 
     @abstractmethod
     def _delta(self, index: int, completion: CompletionOutput) -> JSON:
-        """What a chunk says that is new of a choice."""
+        """The new part of a choice, for one chunk."""
 
     def _body(self, kind: str, choices: Sequence[JSON]) -> JSON:
         return {

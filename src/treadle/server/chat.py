@@ -16,7 +16,7 @@ RESERVED_TEMPLATE_NAMES = {"messages", "add_generation_prompt", "bos_token", "eo
 
 
 def render_chat(service: Service, request: ChatRequest) -> str:
-    """The prompt that the model's chat template makes of the messages."""
+    """Render the messages with the model's chat template."""
     template = service.built.chat_template
     if template is None:
         raise InvalidRequestError("messages", f"the model {service.model_name!r} has no chat template")
@@ -35,7 +35,7 @@ class Chat(Call[ChatRequest]):
 
     Args:
         service: the engine.
-        request: what the client sent.
+        request: the request body.
     """
 
     chunk_kind = "chat.completion.chunk"
@@ -44,7 +44,7 @@ class Chat(Call[ChatRequest]):
         super().__init__(service, request, "chatcmpl")
         self._num_top = request.top_logprobs or 0
         if request.top_logprobs is not None and not request.logprobs:
-            raise InvalidRequestError("top_logprobs", "needs logprobs=true")
+            raise InvalidRequestError("top_logprobs", "requires logprobs=true")
         most = service.built.limits.max_logprobs
         if not 0 <= self._num_top <= most:
             raise InvalidRequestError("top_logprobs", f"must be between 0 and {most}, got {self._num_top}")
@@ -74,7 +74,7 @@ class Chat(Call[ChatRequest]):
         )
 
     async def answer(self, streams: Sequence[RequestStream], http: HTTPRequest) -> JSON:
-        """The whole answer."""
+        """The response body, without streaming."""
         (output,) = await self._service.finish(streams, http)
         choices = []
         for completion in output.outputs:

@@ -28,7 +28,7 @@ class Completion(Call[CompletionRequest]):
 
     Args:
         service: the engine.
-        request: what the client sent.
+        request: the request body.
     """
 
     chunk_kind = "text_completion"
@@ -40,10 +40,12 @@ class Completion(Call[CompletionRequest]):
             if request.best_of < request.n:
                 raise InvalidRequestError("best_of", f"must be at least n ({request.n}), got {request.best_of}")
             if request.stream:
-                raise InvalidRequestError("best_of", "cannot be streamed: which ones are best is known at the end")
+                raise InvalidRequestError(
+                    "best_of", "cannot be streamed: the best sequences are known only at the end"
+                )
             self._num_generated = request.best_of
-        self._offsets: dict[int, int] = {}  # characters that a stream's choices have by now
-        # An echo without output: the engine generates a token, and it is not told.
+        self._offsets: dict[int, int] = {}  # length of the text of each choice so far, when streaming
+        # An echo without output: the engine generates one token, which is not returned.
         self._tells_output = not (request.echo and request.max_tokens == 0)
 
     async def start(self) -> list[RequestStream]:
@@ -75,7 +77,7 @@ class Completion(Call[CompletionRequest]):
         )
 
     async def answer(self, streams: Sequence[RequestStream], http: HTTPRequest) -> JSON:
-        """The whole answer."""
+        """The response body, without streaming."""
         outputs = await self._service.finish(streams, http)
         choices = []
         for number, output in enumerate(outputs):

@@ -1,4 +1,4 @@
-"""Shows every step to whoever asks, as it happens."""
+"""Publishes a record of every step to the clients that follow."""
 
 import asyncio
 from collections import deque
@@ -13,14 +13,14 @@ from treadle.request import Request
 from treadle.scheduler import Scheduler, StepOutputs, StepReport
 
 MAX_PENDING = 500
-"""Records that wait for a slow reader; instead of more it gets the state anew, and is told how many it missed."""
+"""Maximum backlog of a slow client; beyond it the client gets a new state and the number of missed records."""
 
 HEARTBEAT_S = 1.0
-"""A reader hears something this often, and a server that stops waits no longer for it."""
+"""Interval of heartbeats to idle clients; also the longest delay they cause at shutdown."""
 
 
 class _Follower:
-    """One reader: what waits for it."""
+    """One client: its backlog."""
 
     def __init__(self) -> None:
         self.pending: deque[StepRecord] = deque()
@@ -30,18 +30,18 @@ class _Follower:
     def put(self, record: StepRecord) -> None:
         self.pending.append(record)
         if self.num_missed or len(self.pending) > MAX_PENDING:
-            # A record tells what has changed since the one before: with one missing, the others say nothing.
+            # A record holds the changes since the previous one, so it is useless after a gap.
             self.num_missed += len(self.pending)
             self.pending.clear()
         self.wake.set()
 
 
 class StepFeed:
-    """An observer that describes steps while somebody follows, and costs nothing otherwise.
+    """An observer that describes steps while at least one client follows, and costs nothing otherwise.
 
     Args:
-        scheduler: of the engine.
-        clock: of the engine.
+        scheduler: the engine's scheduler.
+        clock: the engine's clock.
         engine: runs the steps.
     """
 
@@ -74,15 +74,15 @@ class StepFeed:
             follower.put(record)
 
     async def follow(self, has_ended: Callable[[], bool]) -> AsyncIterator[dict[str, Any] | None]:
-        """First {"state": …}, then the records of all further steps; None when there was nothing for a while.
+        """Yield {"state": …}, then the records of all following steps; None after HEARTBEAT_S without a record.
 
-        A reader that lags gets {"state": …, "missed": number of records} again, and goes on from there.
+        A client that falls behind gets {"state": …, "missed": number of records} and continues from there.
 
         Args:
-            has_ended: asked between records.
+            has_ended: polled between records; the stream ends when it returns True.
 
         Raises:
-            EngineError: the engine is dead.
+            EngineError: the engine has failed.
         """
         self._loop = asyncio.get_running_loop()
         follower = _Follower()
@@ -96,7 +96,7 @@ class StepFeed:
                     yield {"state": state, "missed": num_missed}
                 while follower.pending:
                     record = follower.pending.popleft()
-                    if record["step"] > state["step"]:  # else it was on its way when the state was taken
+                    if record["step"] > state["step"]:  # otherwise the state already includes it
                         yield record
                 follower.wake.clear()
                 try:
@@ -107,9 +107,10 @@ class StepFeed:
             self._followers.discard(follower)
 
     def _begin(self, follower: _Follower) -> dict[str, Any]:
-        """Let a reader follow from the next step on; returns the state that its first record changes.
+        """Register a client from the next step on; returns the state that its first record builds on.
 
-        The blocks are those of the last record if somebody else follows: the next one tells changes since then.
+        If other clients follow, the blocks are those of the last record, because the next record holds the changes
+        since then.
         """
         if not self._followers - {follower}:
             self._describer.catch_up()

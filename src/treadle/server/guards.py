@@ -1,6 +1,6 @@
-"""What stands before every endpoint: the size of bodies, and the API key.
+"""Middleware before every endpoint: the limit on body size, and the API key.
 
-Plain ASGI, so that streams pass untouched.
+Plain ASGI, so that streams pass through unchanged.
 """
 
 import json
@@ -13,7 +13,7 @@ from treadle.server.responses import error_body
 
 OPEN_PATHS = frozenset({"/health", "/"})
 OPEN_FOLDER = "/page/"
-"""The page is the same for everybody and tells nothing; it asks for the key and sends it with what it asks."""
+"""The page is static and contains no data; it asks the user for the key and sends it with its requests."""
 
 
 async def _refuse(send: Send, status: int, message: str, kind: str) -> None:
@@ -30,7 +30,7 @@ def _is_open(path: str) -> bool:
 
 
 class RequireKey:
-    """Refuses whoever does not send `Authorization: Bearer <key>`, except on OPEN_PATHS and below OPEN_FOLDER."""
+    """Requires `Authorization: Bearer <key>`, except on OPEN_PATHS and below OPEN_FOLDER."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -46,7 +46,10 @@ class RequireKey:
 
 
 class LimitBody:
-    """Refuses bodies of more than `max_bytes`, announced or not. (FastAPI's own limit answers in plain text.)"""
+    """Refuses bodies over `max_bytes`, with or without Content-Length, with an error in OpenAI's format.
+
+    FastAPI's own limit answers in plain text.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -84,5 +87,5 @@ class LimitBody:
         await self._app(scope, replay, send)
 
     async def _too_large(self, send: Send) -> None:
-        message = f"the body has more than {self._max_bytes} bytes"
+        message = f"the request body exceeds {self._max_bytes} bytes"
         await _refuse(send, 413, message, "invalid_request_error")

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn's, with a way in for bursts of connections, and a word on where it is reached."""
+"""The HTTP server: uvicorn, with bulk accept for bursts of connections."""
 
 import asyncio
 import functools
@@ -12,14 +12,15 @@ from fastapi import FastAPI
 logger = logging.getLogger("treadle")
 
 BACKLOG = 2**16
-"""Connections that may wait to be accepted. The kernel allows net.core.somaxconn of them, by default 4,096."""
+"""Maximum length of the accept queue. The kernel caps it at net.core.somaxconn, by default 4,096."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, except that it accepts all the connections that wait, and not one in each turn of the loop.
+    """uvicorn, except that it accepts all waiting connections at once instead of one per loop iteration.
 
-    One a turn is libuv's rule, and so uvloop's. When thousands of clients come at once, a turn takes as long as their
-    requests do, the kernel's queue of connections stays full, and after some seconds Linux resets connections.
+    libuv, and so uvloop, accepts one connection per iteration. When thousands of clients connect at once, an
+    iteration takes as long as their requests, the kernel's accept queue stays full, and after some seconds Linux
+    resets connections.
     """
 
     def __init__(self, app: FastAPI, **options: Any) -> None:
@@ -29,7 +30,7 @@ class HttpServer(uvicorn.Server):
         self._accepting: set[asyncio.Task[Any]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, accept, and tell the address."""
+        """Start, register the bulk accept, and log the address."""
         await super().startup(sockets)
         loop = asyncio.get_running_loop()
         for server in self.servers:
@@ -40,17 +41,17 @@ class HttpServer(uvicorn.Server):
                 loop.add_reader(listener, self._accept_all, listener)
         address, port = self.servers[0].sockets[0].getsockname()[:2]
         host = f"[{address}]" if ":" in address else address
-        logger.info("API at http://%s:%d/v1, the scheduler at work at http://%s:%d/", host, port, host, port)
+        logger.info("API: http://%s:%d/v1, live page: http://%s:%d/", host, port, host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and end in order."""
+        """Stop accepting connections, then shut down."""
         for listener in self._listeners:
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
         await super().shutdown(sockets)
 
     def handle_exit(self, *args: Any) -> None:
-        """A signal came: refuse new requests from now on."""
+        """On a signal, refuse new requests."""
         self._service.is_stopping = True
         super().handle_exit(*args)
 
@@ -63,7 +64,9 @@ class HttpServer(uvicorn.Server):
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # none is left, or no file may be opened: the loop's own listener sees to that
+            except (
+                OSError
+            ):  # none is left, or the limit of open files is reached: the loop's own listener handles that
                 return
             connection.setblocking(False)
             task = loop.create_task(loop.connect_accepted_socket(protocol, connection))

@@ -1,6 +1,6 @@
-"""Prometheus metrics: vLLM's names where the meaning is the same, `treadle:` for what vLLM does not have.
+"""Prometheus metrics: vLLM's names where they mean the same thing, `treadle:` for metrics that vLLM lacks.
 
-An observer counts in the engine's thread, a few additions per step; a scrape reads.
+An observer counts in the engine's thread, a few additions per step; a scrape reads the counts.
 """
 
 from bisect import bisect_left
@@ -25,10 +25,10 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 LABELS = ["model_name", "engine"]
-"""vLLM's, on everything; there is one engine, "0"."""
+"""The labels of all metrics, as in vLLM; the only engine is "0"."""
 
 OLDER_NAMES = {"vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
-"""Histograms that older dashboards ask for by another name."""
+"""Histograms that older dashboards query under another name."""
 
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", SECONDS),
@@ -39,12 +39,12 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:request_prefill_time_seconds": ("From the first step to the first token.", SECONDS),
     "vllm:request_decode_time_seconds": ("From the first token to the last.", SECONDS),
     "vllm:request_inference_time_seconds": ("From the first step to the last token.", SECONDS),
-    "vllm:request_prompt_tokens": ("Length of prompts.", TOKENS),
-    "vllm:request_generation_tokens": ("Length of outputs.", TOKENS),
+    "vllm:request_prompt_tokens": ("Prompt length in tokens.", TOKENS),
+    "vllm:request_generation_tokens": ("Output length in tokens.", TOKENS),
     "vllm:request_max_num_generation_tokens": ("Longest output of a request's sequences.", TOKENS),
-    "vllm:request_params_n": ("Sequences that requests ask for.", (1, 2, 5, 10, 20)),
-    "vllm:request_params_max_tokens": ("Tokens that requests ask for at most.", TOKENS),
-    "vllm:iteration_tokens_total": ("Tokens that a step computes.", TOKENS),
+    "vllm:request_params_n": ("Number of sequences requested (n).", (1, 2, 5, 10, 20)),
+    "vllm:request_params_max_tokens": ("max_tokens of requests.", TOKENS),
+    "vllm:iteration_tokens_total": ("Tokens computed in a step.", TOKENS),
 }
 
 
@@ -76,11 +76,11 @@ class _Histogram:
 
 
 class Metrics(Collector):
-    """Observes the engine's steps, and tells Prometheus.
+    """Observes the engine's steps and reports them to Prometheus.
 
     Args:
-        scheduler: of the engine.
-        model_name: the label on everything.
+        scheduler: the engine's scheduler.
+        model_name: value of the label `model_name`.
     """
 
     def __init__(self, scheduler: Scheduler, model_name: str) -> None:
@@ -158,7 +158,7 @@ class Metrics(Collector):
                 self._histograms[name].add(value)
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, for a scrape."""
+        """All metric families, for a scrape."""
         scheduler, kv = self._scheduler, self._scheduler.kv
         yield self._gauge("vllm:num_requests_running", "Requests in the running queue.", self._num_running())
         yield self._gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", len(scheduler.waiting))
@@ -181,7 +181,7 @@ class Metrics(Collector):
         yield self._by("treadle:preemptions", "Preemptions by mode.", "mode", self._preemptions)
         yield self._by("treadle:steps", "Steps by kind.", "kind", self._steps)
         yield self._by(
-            "treadle:refusals", "Times that the first waiting request was refused.", "reason", self._refusals
+            "treadle:refusals", "Steps in which the first waiting request was refused.", "reason", self._refusals
         )
         yield self._by("treadle:block_moves", "Blocks swapped and copied.", "move", self._block_moves)
         states = scheduler.count_blocks()
@@ -224,7 +224,7 @@ class Metrics(Collector):
         labels: Sequence[str],
         values: Mapping[tuple[object, ...], float],
     ) -> Metric:
-        """A family with a value for each combination of labels beyond those on everything."""
+        """A metric family with a value per combination of the labels beyond LABELS."""
         family = kind(name, text, labels=[*LABELS, *labels])
         for own, value in values.items():
             family.add_metric([*self._labels, *map(str, own)], value)

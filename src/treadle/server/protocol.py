@@ -1,7 +1,7 @@
-"""What requests look like: OpenAI's fields, and vLLM's beyond them.
+"""Request bodies: OpenAI's fields and vLLM's extensions.
 
-Types are checked here; values by SamplingParams and the engine, whose errors name the field. Fields that would
-change the answer and are not supported are refused; others that nobody knows are ignored, and logged.
+Types are checked here; SamplingParams and the engine check values, and their errors name the field. Unsupported
+fields that would change the answer are refused; unknown fields are ignored and logged.
 """
 
 import json
@@ -20,37 +20,37 @@ logger = logging.getLogger("treadle")
 MAX_N = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_SCHEMA_CHARS = 2**17
-"""Longest schema, grammar or list of choices; what it may cost beyond its length, llguidance limits."""
+"""Maximum length of a schema, grammar or list of choices; llguidance limits their complexity."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside its deltas."""
+    """What a stream reports in addition to its deltas."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class JSONSchemaFormat(BaseModel):
-    """A schema, and what the client calls it."""
+    """A schema with the client's name for it."""
 
     name: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's field for JSON output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """The same as StructuredOutputsParams takes it."""
+        """The arguments for StructuredOutputsParams; None for plain text."""
         if self.type == "json_object":
             return {"json_object": True}
         if self.type == "text":
             return None
         if self.json_schema is None:
-            raise InvalidRequestError("response_format.json_schema", "is needed with type 'json_schema'")
+            raise InvalidRequestError("response_format.json_schema", "is required with type 'json_schema'")
         schema = self.json_schema.schema_
         return {"json": schema if isinstance(schema, dict) else json.dumps(schema)}
 
@@ -60,7 +60,7 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    # A field that is here and has a value other than these is refused.
+    # Fields that are accepted only with one of these values.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "guided_json": (None,),
         "guided_regex": (None,),
@@ -122,11 +122,11 @@ class GenerationRequest(BaseModel):
             elif value not in self.unsupported[name]:
                 raise InvalidRequestError(name, "is not supported by this server")
         if unknown:
-            logger.info("fields that are not known here were ignored: %s", ", ".join(sorted(unknown)[:20]))
+            logger.info("unknown request fields were ignored: %s", ", ".join(sorted(unknown)[:20]))
         return self
 
     def options(self) -> RequestOptions:
-        """How the request is to be scheduled."""
+        """The scheduling options of the request."""
         return RequestOptions(
             priority=self.priority, tenant=self.tenant or self.user or "", deadline_s=self.deadline_s
         )
@@ -134,13 +134,13 @@ class GenerationRequest(BaseModel):
     def sampling_params(
         self, defaults: dict[str, Any], *, max_tokens: int | None, logprobs: int | None, n: int
     ) -> SamplingParams:
-        """The same for the engine.
+        """The sampling parameters of the request.
 
         Args:
-            defaults: what the model asks for, where the request says nothing.
-            max_tokens: None for what is left of the model's length.
-            logprobs: how many, None for none.
-            n: sequences to generate.
+            defaults: the model's defaults, used where the request sets nothing.
+            max_tokens: None for the rest of the model's length.
+            logprobs: number of logprobs per token, None for none.
+            n: number of sequences to generate.
         """
         if not 1 <= n <= MAX_N:
             raise InvalidRequestError("n", f"must be between 1 and {MAX_N}, got {n}")
@@ -152,7 +152,7 @@ class GenerationRequest(BaseModel):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs", "cannot be streamed by this server")
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options", "is only for stream=true")
+            raise InvalidRequestError("stream_options", "is only valid with stream=true")
         return SamplingParams(
             **{**defaults, **chosen},
             n=n,
@@ -177,8 +177,7 @@ class GenerationRequest(BaseModel):
         )
 
     def in_its_words(self, error: InvalidRequestError) -> InvalidRequestError:
-        """The error with the field that the client knows: what became structured outputs may have been asked for
-        as a response_format."""
+        """The error with the client's field name: `response_format` is converted to structured outputs."""
         if self.structured_outputs is None and error.field.startswith("structured_outputs"):
             return InvalidRequestError("response_format", str(error).partition(": ")[2])
         return error
@@ -186,7 +185,9 @@ class GenerationRequest(BaseModel):
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         wanted = None if self.response_format is None else self.response_format.structured_outputs()
         if wanted is not None and self.structured_outputs is not None:
-            raise InvalidRequestError("structured_outputs", "give at most one of it and response_format")
+            raise InvalidRequestError(
+                "structured_outputs", "give at most one of structured_outputs and response_format"
+            )
         params = StructuredOutputsParams.of(wanted or self.structured_outputs)
         if params is not None and params.num_chars > MAX_SCHEMA_CHARS:
             raise InvalidRequestError(
@@ -220,7 +221,7 @@ class ChatRequest(GenerationRequest):
         "audio": (None,),
         "modalities": (None, ["text"]),
         "web_search_options": (None,),
-        # A template of a request would be a program of a request.
+        # A template from a client would be a program from a client.
         "chat_template": (None,),
         "continue_final_message": (None, False),
         "add_special_tokens": (None, False),
@@ -238,7 +239,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TokenizeRequest(BaseModel):
-    """POST /tokenize: a text, or a conversation."""
+    """POST /tokenize: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -256,7 +257,7 @@ class DetokenizeRequest(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong: in words, of which kind, in which field."""
+    """The error: message, type, field, and code."""
 
     message: str
     type: str
@@ -271,7 +272,7 @@ class ErrorResponse(BaseModel):
 
 
 def flatten_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is text, also where it was given as a list of parts."""
+    """The messages with their content as text; lists of text parts are joined."""
     flat = []
     for i, message in enumerate(messages):
         content = message.get("content")
@@ -297,4 +298,4 @@ def _token_numbers(bias: dict[str, float] | None) -> dict[int, float] | None:
     try:
         return {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
-        raise InvalidRequestError("logit_bias", "its keys must be token ids") from None
+        raise InvalidRequestError("logit_bias", "keys must be token ids") from None

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes."""
+"""Response bodies in OpenAI's format."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 from treadle.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have; vLLM's number."""
+"""Stands for minus infinity, which JSON cannot represent; the same value as vLLM's."""
 
 JSON = dict[str, Any]
 
@@ -32,7 +32,7 @@ def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens:
 
 
 def usage_of(outputs: Iterable[RequestOutput]) -> JSON:
-    """The `usage` of finished, not streamed requests."""
+    """The `usage` object of finished requests that were not streamed."""
     outputs = list(outputs)
     return usage(
         sum(len(output.prompt_token_ids) for output in outputs),
@@ -47,7 +47,7 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | in
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs] | None, num_top: int) -> JSON | None:
-    """The chat dialect: {"content": [{token, logprob, bytes, top_logprobs}]}."""
+    """Log-probabilities in the chat format: {"content": [{token, logprob, bytes, top_logprobs}]}."""
     if positions is None:
         return None
     content = []
@@ -66,14 +66,14 @@ def completion_logprobs(
     token_text: Callable[[int], str],
     offset: int = 0,
 ) -> JSON:
-    """The completions dialect: parallel lists of tokens, their log-probabilities, the best ones, text offsets.
+    """The completions format: parallel lists of tokens, their log-probabilities, the top ones, text offsets.
 
     Args:
-        positions: one per token; None where there is none (the first of an echoed prompt).
+        positions: one per token; None for the first token of an echoed prompt.
         token_ids: the tokens.
-        num_top: how many of the best were asked for.
-        token_text: the text of a token.
-        offset: of the first token in the text.
+        num_top: number of top logprobs requested.
+        token_text: maps a token id to its text.
+        offset: offset of the first token in the text.
     """
     found: JSON = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -95,12 +95,12 @@ def completion_logprobs(
 
 
 def finish_fields(completion: CompletionOutput) -> JSON:
-    """finish_reason, and vLLM's stop_reason."""
+    """The fields finish_reason and stop_reason (vLLM's)."""
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
 def prompt_logprobs(output: RequestOutput) -> list[JSON | None]:
-    """vLLM's way to tell them: a mapping from token id per position, null at the first."""
+    """Prompt logprobs in vLLM's format: per position a mapping from token id; null for the first."""
     return [
         None
         if position is None

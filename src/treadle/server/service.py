@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine, and the way from a request's prompts to its outputs."""
+"""Shared by the endpoints: the engine, and the path from prompts to outputs."""
 
 import asyncio
 import time
@@ -16,12 +16,12 @@ from treadle.sampling_params import SamplingParams
 from treadle.text.input_processor import Prompt, RequestOptions
 
 MAX_PROMPTS = 1024
-"""Prompts of one HTTP request."""
+"""Maximum number of prompts in one HTTP request."""
 
 DISCONNECT_POLL_S = 0.2
 
 
-class ClientGone(Exception):  # noqa: N818 - nobody is left to be told of an error
+class ClientGone(Exception):  # noqa: N818 - not an error: there is no client left to report it to
     """The client closed the connection before its answer was ready."""
 
 
@@ -34,7 +34,7 @@ class Service:
 
     Args:
         built: the engine and what belongs to it.
-        model_name: what clients call the model.
+        model_name: name of the model in the API.
     """
 
     def __init__(self, built: BuiltEngine, model_name: str) -> None:
@@ -46,16 +46,16 @@ class Service:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """Sampling parameters that the model asks for."""
+        """The model's default sampling parameters."""
         return dict(self.built.sampling_defaults)
 
     def check_model(self, name: str | None) -> None:
-        """ModelNotFound unless `name` is the served model, or nothing was said."""
+        """Raise ModelNotFound unless `name` is the served model or None."""
         if name is not None and name != self.model_name:
-            raise ModelNotFound(f"the model {name!r} does not exist here; {self.model_name!r} is served")
+            raise ModelNotFound(f"the model {name!r} does not exist; this server serves {self.model_name!r}")
 
     def new_id(self, kind: str, wanted: str | None) -> str:
-        """A name for a request: the client's own, or a new one."""
+        """The id of a request: the client's own, or a new one."""
         if wanted is not None and not 0 < len(wanted) <= 200:
             raise InvalidRequestError("request_id", "must have 1 to 200 characters")
         return f"{kind}-{wanted or uuid.uuid4().hex}"
@@ -74,18 +74,18 @@ class Service:
         """Queue one request per prompt; all of them or none.
 
         Args:
-            request_id: of the call; several prompts get numbers after it.
-            prompts, params, options: what is asked for.
-            stream: an output per token, rather than one at the end.
-            add_special_tokens: whether texts get what the model puts around a text.
-            max_tokens: what the client asked for, which has to fit; None if it named no number.
+            request_id: id of the call; with several prompts, each gets a numeric suffix.
+            prompts, params, options: one request is made for each prompt.
+            stream: produce an output per token instead of one at the end.
+            add_special_tokens: whether to add the model's special tokens, such as BOS, to texts.
+            max_tokens: the client's limit, which must fit the model's length; None if it set none.
         """
         if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise InvalidRequestError("prompt", f"there must be 1 to {MAX_PROMPTS} prompts, got {len(prompts)}")
+            raise InvalidRequestError("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}")
         if self.is_stopping:
             raise EngineError("the server is shutting down")
         ids = [request_id if len(prompts) == 1 else f"{request_id}-{i}" for i in range(len(prompts))]
-        # Tokenizing a long text takes a while, and holds no lock.
+        # Tokenizing a long text takes a while and releases the GIL.
         requests = await asyncio.to_thread(
             lambda: self.built.input_processor.make_requests(
                 ids,
@@ -102,13 +102,18 @@ class Service:
             if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
                 raise InvalidRequestError(
                     "max_tokens",
-                    f"{max_tokens} after a prompt of {num_prompt_tokens} tokens is more than the model's length of "
+                    f"{max_tokens} after a prompt of {num_prompt_tokens} tokens exceeds the model's length of "
                     f"{max_model_len}; at most {max_model_len - num_prompt_tokens} fit",
                 )
         return await self.engine.add(requests, stream=stream)
 
     async def finish(self, streams: Sequence[RequestStream], http: HTTPRequest) -> list[RequestOutput]:
-        """The last output of each request; ClientGone, with all of them aborted, if the client leaves before."""
+        """The final output of each request.
+
+        Raises:
+            ClientGone: the client disconnected; all requests are aborted.
+            EngineError: a request ended with an error.
+        """
         answers = asyncio.gather(*(stream.last() for stream in streams))
         try:
             while True:
@@ -131,7 +136,7 @@ class Service:
 
 
 async def interleave(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Outputs of several streams as they come, each with its stream's number."""
+    """Outputs of several streams as they arrive, each with its stream's number."""
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output

@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizers, chat templates, stop strings. Imports no torch."""
+"""Conversion between text and token ids: tokenizers, chat templates, stop strings. Imports no torch."""
 
 from treadle.text.chat_template import ChatTemplate
 from treadle.text.detokenizer import IncrementalDetokenizer

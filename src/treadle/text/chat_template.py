@@ -1,7 +1,7 @@
-"""Renders a conversation to a prompt with the model's own Jinja template, as Hugging Face renders it.
+"""Renders a conversation to a prompt with the model's own Jinja template, like Hugging Face transformers.
 
-Templates come with models and are not trusted: they run in jinja2's immutable sandbox, with the same few
-additions that transformers makes (`raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
+Templates come with models and are not trusted: they run in jinja2's immutable sandbox, with the same
+extensions as in transformers (`raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
 controls and the `generation` block).
 """
 
@@ -20,12 +20,12 @@ from treadle.errors import InvalidRequestError, ModelLoadError
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks words for training; here it only renders them."""
+    """`{% generation %}…{% endgeneration %}` marks text for training; here it is only rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Take the block's body as it is."""
+        """Parse the body of the block unchanged."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -53,7 +53,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text.
-        bos_token, eos_token: what templates know under these names.
+        bos_token, eos_token: values of these template variables; None leaves one undefined.
 
     Raises:
         ModelLoadError: the template is not valid Jinja.
@@ -73,7 +73,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the model's chat template is not valid: {error}") from error
-        # Templates test whether a token is defined, so one that is missing is left out.
+        # Templates test whether a token is defined, so a missing token must stay undefined.
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
 
@@ -84,8 +84,8 @@ class ChatTemplate:
 
         Args:
             messages: mappings with `role` and `content`, oldest first.
-            add_generation_prompt: end with the opening of the assistant's turn.
-            extra: further variables for the template.
+            add_generation_prompt: end with the start of the assistant's turn.
+            extra: additional template variables.
 
         Raises:
             InvalidRequestError: the messages are malformed, or the template refuses them.
@@ -97,8 +97,8 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError("messages", f"the model's chat template refused them: {error}") from error
-        except Exception as error:  # a template can fail in any way that Python can
-            raise InvalidRequestError("messages", f"the chat template failed on them: {error!r}") from error
+        except Exception as error:  # a template can raise any Python exception
+            raise InvalidRequestError("messages", f"the model's chat template failed: {error!r}") from error
 
 
 def check_messages(messages: Any) -> None:

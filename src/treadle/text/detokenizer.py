@@ -1,4 +1,4 @@
-"""Text from tokens, piece by piece."""
+"""Incremental detokenization."""
 
 from collections.abc import Iterable
 
@@ -10,14 +10,14 @@ REPLACEMENT = "\ufffd"
 class IncrementalDetokenizer:
     """Turns a stream of tokens into pieces of text that join to exactly the decoding of all tokens.
 
-    No piece ends within a UTF-8 character. Only a window of the last tokens is decoded again for each new
-    one::
+    No piece ends within a UTF-8 character. For each new token only a window of the last tokens is decoded
+    again::
 
         ids:   … │ context │ pending │
-                 └ already shown; decoded along, because decoders treat the start of a text in their own way
+                 └ already emitted; decoded again, because decoders treat the start of a text differently
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -29,14 +29,14 @@ class IncrementalDetokenizer:
         self._context_text = ""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take further tokens; returns the text that is certain now and was not shown before."""
+        """Add tokens; returns the new text that later tokens cannot change."""
         pieces = []
         for token_id in token_ids:
-            # Models may have more ids than their tokenizer; those have no text.
+            # A model may have more ids than its tokenizer; those have no text.
             if token_id in self._skipped or not self._tokenizer.has(token_id):
                 continue
             self._ids.append(token_id)
-            # Byte tokens become text together: an invalid one changes how those before it are shown.
+            # A run of byte tokens is decoded together: an invalid byte changes the text of the bytes before it.
             if token_id in self._tokenizer.byte_token_ids:
                 continue
             text = self._decode()
@@ -45,7 +45,7 @@ class IncrementalDetokenizer:
         return "".join(pieces)
 
     def flush(self) -> str:
-        """The rest, after the last token; an unfinished character shows as U+FFFD."""
+        """The rest of the text, after the last token; an incomplete character becomes U+FFFD."""
         return self._show(self._decode())
 
     def _decode(self) -> str:

@@ -1,7 +1,7 @@
 """Rebuilds a tokenizer from the metadata of a GGUF file.
 
-GGUF keeps vocabulary, merges and scores, and names the rule that splits a text into words before merging
-(`tokenizer.ggml.pre`); the rules themselves are those that the models were trained with.
+GGUF stores the vocabulary, merges and scores, and the name of the pre-tokenizer that splits a text into words
+(`tokenizer.ggml.pre`); the pre-tokenizers defined here are those that the models were trained with.
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,8 @@ def _smollm() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(None)])
 
 
-# tokenizer.ggml.pre → how to split words, whether whole words in the vocabulary skip the merges, whether a
-# text is NFC-normalized, whether BOS is added unless the file says otherwise.
+# tokenizer.ggml.pre → pre-tokenizer; whether words in the vocabulary skip the merges; whether text is
+# NFC-normalized; whether BOS is added by default.
 _PRE_TOKENIZERS: dict[str, tuple[Any, bool, bool, bool]] = {
     "default": (lambda: _byte_level(None), False, False, False),
     "gpt-2": (lambda: _byte_level(None), False, False, False),
@@ -64,8 +64,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         metadata: key → value as in the file, arrays as lists.
 
     Raises:
-        ModelLoadError: something is missing.
-        UnsupportedModelError: a kind of tokenizer, or a rule for words, that is not known here.
+        ModelLoadError: the metadata is incomplete or inconsistent.
+        UnsupportedModelError: the kind of tokenizer or the pre-tokenizer is not supported.
     """
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
@@ -97,7 +97,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def eos_token_ids_from_gguf(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Every id that ends a sequence: end of text, of turn, of message."""
+    """All ids that end a sequence: end of text, of turn, of message."""
     keys = ("eos", "eot", "eom")
     ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
     return frozenset(token_id for token_id in ids if token_id is not None)
@@ -114,7 +114,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple
     try:
         model = models.BPE(vocab, merges, ignore_merges=ignore_merges)
     except Exception as error:  # tokenizers raises plain Exception
-        raise ModelLoadError(f"the GGUF file's vocabulary and merges do not fit ({error})") from error
+        raise ModelLoadError(f"the GGUF file's vocabulary and merges are inconsistent ({error})") from error
     backend = tokenizers.Tokenizer(model)
     if nfc:
         backend.normalizer = normalizers.NFC()
@@ -145,7 +145,7 @@ def _sentencepiece_bpe(
 
 
 def _merges(vocab: dict[str, int], tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: each piece from any two pieces, best score first."""
+    """The merges that SentencePiece's scores imply: every split of a piece into two pieces, best score first."""
     merges = []
     for i, token in enumerate(tokens):
         splits = [(token[:k], token[k:]) for k in range(1, len(token))]

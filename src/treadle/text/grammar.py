@@ -1,4 +1,4 @@
-"""Grammars for structured outputs, by llguidance: which tokens may come next in a text that has to keep a form."""
+"""Grammars for structured outputs, based on llguidance: which tokens may come next in a constrained text."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FIELD = "structured_outputs"
 KEPT_GRAMMARS = 128
-"""Compiled grammars that are kept for requests to come."""
+"""Size of the cache of compiled grammars."""
 
 
 class Grammar:
@@ -34,15 +34,15 @@ class Grammar:
         self._start = start
 
     def matcher(self) -> "Matcher":
-        """A new matcher, at the beginning of a text."""
+        """A new matcher, at the start of a text."""
         return Matcher(self._start.deep_copy())
 
 
 class Matcher:
-    """How far one sequence has got in its grammar.
+    """The state of one sequence in its grammar.
 
-    It follows the sequence by its tokens alone, so a sequence may be preempted, forked, or (in a beam search) become
-    another one: what is not the same any more is taken back.
+    It depends on the sequence's tokens alone, so a sequence may be preempted, forked, or (in a beam search) replaced
+    by another: tokens that no longer match are rolled back.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
@@ -51,11 +51,11 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot be followed any further; None while it can."""
+        """Why matching failed; None while it has not."""
         return self.backend.get_error().partition("\n")[0] if self.backend.is_error() else None
 
     def follow(self, token_ids: list[int]) -> None:
-        """Go to where the output is `token_ids`."""
+        """Advance or roll back to the output `token_ids`."""
         seen = self._seen
         common = len(seen)
         if token_ids[:common] != seen:
@@ -66,12 +66,12 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for. May be called from several threads.
+    """Compiles the constraints of requests. Thread-safe.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         vocab_size: number of logits.
-        eos_token_ids: they may come where the text is complete.
+        eos_token_ids: allowed where the text is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -84,9 +84,13 @@ class GrammarCompiler:
         self._compile_text = lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar of `params`; InvalidRequestError says what is wrong with it."""
+        """Compile `params`.
+
+        Raises:
+            InvalidRequestError: the grammar is invalid, or the model has no end-of-sequence token.
+        """
         if not self._eos_token_ids:
-            raise InvalidRequestError(FIELD, "need a model that has an end-of-sequence token")
+            raise InvalidRequestError(FIELD, "require a model with an end-of-sequence token")
         try:
             text = _grammar_text(params)
         except ValueError as error:
@@ -111,7 +115,7 @@ class GrammarCompiler:
         return Grammar(text, matcher)
 
     def _get_vocabulary(self) -> llguidance.LLTokenizer:
-        """The vocabulary as llguidance needs it, made when the first request asks (a quarter of a second)."""
+        """The vocabulary in llguidance's form, built for the first request (a quarter of a second)."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
@@ -121,7 +125,7 @@ class GrammarCompiler:
 
 
 def _grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar as llguidance reads it."""
+    """The grammar in llguidance's syntax."""
     matcher = llguidance.LLMatcher
     if params.is_json:
         schema = {"type": "object"} if params.json is None else params.json

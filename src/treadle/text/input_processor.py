@@ -1,4 +1,4 @@
-"""From what a caller passes as a prompt to a checked Request."""
+"""Turns prompts into validated Requests."""
 
 import math
 import operator
@@ -37,13 +37,13 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOptions:
-    """How a request is to be scheduled.
+    """Scheduling options of a request.
 
     Attributes:
         priority: lower goes first, under the order `priority`.
-        tenant: whose it is, under the order `fair`.
-        deadline_s: seconds from now by which it should be done, under the order `deadline`.
-        lora_request: the adapter that it needs.
+        tenant: the tenant that it counts for, under the order `fair`.
+        deadline_s: seconds from now until it should be finished, under the order `deadline`.
+        lora_request: its LoRA adapter.
     """
 
     priority: int = 0
@@ -54,7 +54,7 @@ class RequestOptions:
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise InvalidRequestError("priority", f"must be an integer, got {self.priority!r}")
-        if abs(self.priority) >= 2**53:  # it is compared as a float
+        if abs(self.priority) >= 2**53:  # priorities are compared as floats
             raise InvalidRequestError("priority", f"must be between -2**53 and 2**53, got {self.priority}")
         if not isinstance(self.tenant, str):
             raise InvalidRequestError("tenant", f"must be a string, got {self.tenant!r}")
@@ -72,11 +72,11 @@ class _ParsedPrompt:
 
 
 class InputProcessor:
-    """Tokenizes and checks prompts.
+    """Tokenizes and validates prompts.
 
     Args:
-        tokenizer: of the model.
-        limits: what a request may ask for.
+        tokenizer: the model's tokenizer.
+        limits: limits on requests.
         eos_token_ids: the model's end-of-sequence ids.
 
     Attributes:
@@ -99,15 +99,18 @@ class InputProcessor:
         arrival_time: float,
         add_special_tokens: bool = True,
     ) -> list[Request]:
-        """One Request per prompt, all of them checked; InvalidRequestError names the first bad one.
+        """Make one Request per prompt.
 
         Args:
-            request_ids: their names.
-            prompts: what the caller passed.
+            request_ids: one per prompt.
+            prompts: text, token ids, or mappings.
             params: one per prompt.
             options: one per prompt.
             arrival_time: seconds on the engine's clock.
-            add_special_tokens: whether texts get what the model puts around a text, as BOS.
+            add_special_tokens: whether to add the model's special tokens, such as BOS, to texts.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters are invalid; it names the first such prompt.
         """
         parsed = [_parse(prompt) for prompt in prompts]
         texts = [prompt.text for prompt in parsed if prompt.text is not None]
@@ -142,7 +145,7 @@ class InputProcessor:
         if params.min_tokens and allowed is not None and stop_ids.issuperset(map(operator.index, allowed)):
             raise InvalidRequestError(
                 "min_tokens",
-                f"is {params.min_tokens}, but every allowed_token_ids entry ends the output",
+                f"is {params.min_tokens}, but every id in allowed_token_ids ends the output",
             )
         structured = params.structured_outputs
         return Request(
@@ -189,7 +192,7 @@ def _parse(prompt: Any) -> _ParsedPrompt:
         unknown = set(prompt) - _PROMPT_KEYS
         if unknown:
             raise InvalidRequestError(
-                "prompt", f"unknown key {sorted(map(str, unknown))[0]!r}; there are {sorted(_PROMPT_KEYS)}"
+                "prompt", f"unknown key {sorted(map(str, unknown))[0]!r}; valid keys are {sorted(_PROMPT_KEYS)}"
             )
         if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise InvalidRequestError("prompt", "give exactly one of 'prompt' and 'prompt_token_ids'")

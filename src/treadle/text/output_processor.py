@@ -1,7 +1,6 @@
-"""From the tokens of a step to answers: text, stop strings, log-probabilities.
+"""Turns the tokens of a step into outputs: text, stop strings, log-probabilities.
 
-A request that nobody watches (no streaming, no stop strings, no logprobs) costs nothing here until it ends;
-its text is decoded once.
+A request without streaming, stop strings and logprobs costs nothing here until it ends; its text is decoded once.
 """
 
 from collections.abc import Iterable
@@ -18,21 +17,21 @@ class OutputProcessor:
     """Turns tokens into RequestOutputs.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[str, _RequestState] = {}
-        # Streams with tokens that no output has told yet: a dict rather than a set, for its order.
+        # Streams with tokens not yet in an output: a dict rather than a set, for its order.
         self._with_news: dict[str, _RequestState] = {}
 
     def add(self, request: Request, *, stream: bool) -> None:
-        """Start to follow `request`; with `stream`, every token gives an output of what is new."""
+        """Track `request`; with `stream`, every token produces an output with the new part."""
         self._requests[request.request_id] = _RequestState(request, self._tokenizer, stream)
 
     def process(self, outputs: StepOutputs) -> list[tuple[Sequence, str]]:
-        """Take a step's tokens; returns (sequence, stop string) for sequences that have met one."""
+        """Process a step's tokens; returns (sequence, stop string) for sequences that reached one."""
         for request, position, entries in outputs.prompt_logprobs:
             self._requests[request.request_id].take_prompt_logprobs(position, entries)
         stopped = []
@@ -49,7 +48,7 @@ class OutputProcessor:
         return stopped
 
     def collect(self, finished: Iterable[Request]) -> list[RequestOutput]:
-        """The outputs that are due: what is new for streaming requests, and the answers of ended ones."""
+        """The outputs that are due: deltas of streaming requests, and final outputs of finished ones."""
         results = []
         for request in finished:
             self._with_news.pop(request.request_id, None)
@@ -59,11 +58,11 @@ class OutputProcessor:
 
 
 class _RequestState:
-    """What the processor knows about one request.
+    """The processor's state of one request.
 
     Attributes:
-        stream: whether every token gives an output.
-        watched: whether tokens have to be looked at one by one.
+        stream: whether every token produces an output.
+        watched: whether tokens must be processed one by one.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, stream: bool) -> None:
@@ -86,7 +85,7 @@ class _RequestState:
         return state
 
     def take_prompt_logprobs(self, position: int, entries: Iterable[TokenLogprobs]) -> None:
-        """Take log-probabilities of the prompt's tokens from `position` on; a recompute repeats some."""
+        """Add log-probabilities of the prompt's tokens from `position` on; a recompute repeats some."""
         assert self._prompt_logprobs is not None
         has_text = self._request.sampling_params.detokenize
         for i, entry in enumerate(entries, start=position):
@@ -95,14 +94,14 @@ class _RequestState:
                 self._prompt_logprobs.append(_position_logprobs(entry, tokenizer))
 
     def delta(self) -> RequestOutput:
-        """What is new since the last output. A sequence's last words come with its end."""
+        """The new part since the last output. A finished sequence contributes its final part."""
         with_news = [c for c in self._completions.values() if c.new_token_ids]
         return self._output([c.delta() for c in with_news], finished=False)
 
     def final_output(self) -> RequestOutput:
-        """The last output: the whole answer, or the rest of it when streaming."""
+        """The final output: the whole answer, or the rest of it when streaming."""
         sequences = self._request.sequences
-        if self.stream:  # those that ended before have had their last words
+        if self.stream:  # the final parts of the others are already out
             sequences = [seq for seq in sequences if not self.completion(seq).has_ended]
         return self._output([self.completion(seq).final(seq) for seq in sequences], finished=True)
 
@@ -121,11 +120,11 @@ class _RequestState:
 
 
 class _CompletionState:
-    """What the processor knows about one sequence of a request.
+    """The processor's state of one sequence of a request.
 
     Attributes:
         new_token_ids: tokens since the last output.
-        has_ended: whether its last words have been said.
+        has_ended: whether its final part has been produced.
     """
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer, stream: bool) -> None:
@@ -152,11 +151,11 @@ class _CompletionState:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was met."""
+        """The stop string that was found, or None."""
         return None if self._matcher is None else self._matcher.found
 
     def take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Take a new token of the sequence."""
+        """Process a new token of the sequence."""
         self._last = seq
         self._num_tokens += 1
         self.new_token_ids.append(token_id)
@@ -168,7 +167,7 @@ class _CompletionState:
             self._take_text(self._detokenizer.push((token_id,)))
 
     def delta(self) -> CompletionOutput:
-        """What is new since the last output; the end, if the sequence has ended."""
+        """The new part since the last output; the final part if the sequence has ended."""
         if self._last is not None and self._last.is_finished:
             return self.final(self._last)
         text = "".join(self._texts)
@@ -176,7 +175,7 @@ class _CompletionState:
         return self._output(text, None, None)
 
     def final(self, seq: Sequence) -> CompletionOutput:
-        """The whole answer of an ended sequence, or the rest of it when streaming."""
+        """The whole output of a finished sequence, or the rest of it when streaming."""
         self.has_ended = True
         reason, stop_reason = seq.finish_reason, seq.stop_reason
         if self._params.use_beam_search:
@@ -209,7 +208,7 @@ class _CompletionState:
             self._texts.append(text)
 
     def _hides_stop_token(self, seq: Sequence, token_id: int) -> bool:
-        """Whether `token_id` has ended the sequence, and so is not part of the text."""
+        """Whether `token_id` ended the sequence and is therefore not part of the text."""
         return (
             seq.finish_reason is FinishReason.STOP
             and token_id in seq.request.stop_token_ids

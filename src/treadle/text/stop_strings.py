@@ -7,8 +7,8 @@ class StopStringMatcher:
     """Holds back text that may be the start of a stop string, and finds the first stop string.
 
     Args:
-        stop_strings: not empty strings.
-        include_in_output: show the stop string that was found.
+        stop_strings: non-empty strings.
+        include_in_output: include the stop string in the text.
     """
 
     def __init__(self, stop_strings: Sequence[str], *, include_in_output: bool = False) -> None:
@@ -16,19 +16,19 @@ class StopStringMatcher:
         self._include_in_output = include_in_output
         self._held = ""
         self.found: str | None = None
-        """The stop string that ended the text, None before."""
+        """The stop string that ended the text; None until then."""
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Take further text; returns what can be shown now. After `found` is set there is no more.
+        """Add text; returns the text that can be emitted now. Once `found` is set, the text has ended.
 
         Args:
-            text: what came.
-            may_stop: False while the output is too short to stop; no stop string may begin in that text.
+            text: the new text.
+            may_stop: False while the output is too short to stop; no stop string may start in such text.
         """
         if not may_stop:
             return self.flush() + text
         text = self._held + text
-        # The earliest in the text; of two at one place the one named first.
+        # The earliest match; of two at the same position, the first in the list.
         matches = [(text.find(stop), i) for i, stop in enumerate(self._stop_strings)]
         first = min((match for match in matches if match[0] >= 0), default=None)
         if first is not None:
@@ -41,13 +41,13 @@ class StopStringMatcher:
         return text[: len(text) - held]
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """The text held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that is a proper beginning of `stop`."""
+        """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
         for length in range(min(len(text), len(stop) - 1), 0, -1):
             if text.endswith(stop[:length]):
                 return length

@@ -1,4 +1,4 @@
-"""Token ids for text and text for token ids, by the `tokenizers` library."""
+"""Conversion between text and token ids with the `tokenizers` library."""
 
 import re
 from collections.abc import Sequence
@@ -15,9 +15,8 @@ class Tokenizer:
     """A model's tokenizer.
 
     Args:
-        backend: the tokenizer proper.
-        bos_token, eos_token: as text, for chat templates; None where the model has none.
-        eos_token_id: the id that ends a sequence by the tokenizer's own account.
+        backend: the wrapped tokenizer.
+        bos_token, eos_token: as text, for chat templates; None if the model has none.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class Tokenizer:
         self.backend = backend
         self.bos_token = bos_token
         self.eos_token = eos_token
-        # Byte-fallback tokens stand for single bytes; whether they form text is known after the last of them.
+        # Byte-fallback tokens stand for single bytes; whether they form text is known only at the end of a run.
         self.byte_token_ids = frozenset(
             token_id for token, token_id in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
         )
@@ -41,11 +40,15 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path, *, bos_token: str | None = None, eos_token: str | None = None) -> "Tokenizer":
-        """Read a `tokenizer.json`; ModelLoadError if that fails."""
+        """Read a `tokenizer.json`.
+
+        Raises:
+            ModelLoadError: the file cannot be read.
+        """
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
-            raise ModelLoadError(f"{path}: not a tokenizer that can be read ({error})") from error
+            raise ModelLoadError(f"{path}: cannot be read as a tokenizer ({error})") from error
         backend.no_truncation()
         backend.no_padding()
         return cls(backend, bos_token=bos_token, eos_token=eos_token)
@@ -60,12 +63,12 @@ class Tokenizer:
         return self.backend.id_to_token(token_id) is not None
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token given as text, None if there is no such token."""
+        """The id of a token given as text; None if there is no such token."""
         token_id: int | None = self.backend.token_to_id(token)
         return token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds what the model puts around a text, as BOS."""
+        """Token ids of `text`; `add_special_tokens` adds the model's special tokens, such as BOS."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -80,7 +83,7 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, special or not; kept, since the same few are asked for again and again."""
+        """The text of a single token, special or not; cached, because the same few tokens recur."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
