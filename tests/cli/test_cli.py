@@ -1,4 +1,4 @@
-"""The command as a person types it: a process of its own, its output, its exit status."""
+"""The command in a process of its own: its output and its exit status."""
 
 import os
 import signal
@@ -85,7 +85,7 @@ def test_a_conversation_remembers_and_reuses_its_prefix():
     assert "a new conversation" in result.stderr
 
 
-def test_a_conversation_too_long_is_told_and_goes_on():
+def test_a_conversation_too_long_is_reported_and_can_restart():
     result = run("-q", "chat", "--max-tokens", "8", *FAST, stdin="word " * 600 + "\nHi\n")
     assert result.returncode == 0
     assert "at most 511 leave room" in result.stderr
@@ -117,7 +117,7 @@ def test_models():
         (["fly"], "invalid choice: 'fly'"),
     ],
 )
-def test_mistakes_are_one_line(args, message):
+def test_errors_are_one_line(args, message):
     result = run(*args)
     assert result.returncode == 2
     assert message in result.stderr
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_cleanly():
     assert "Traceback" not in errors
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     read, write = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", "treadle", "-q", "generate", "Once", "--max-tokens", "200", "--ignore-eos", *FAST],

@@ -54,8 +54,8 @@ def test_the_figures_by_hand():
         assert text in table
 
 
-def test_nothing_ended_well():
-    summary = summarize([result(1.0, [], 1.1, error="no token came")], {})
+def test_no_request_succeeded():
+    summary = summarize([result(1.0, [], 1.1, error="no token arrived")], {})
     assert summary["requests_per_s"] == 0.0
     assert "0 of 1 requests" in render(summary)
     assert "goodput" not in render(summary)

@@ -1,4 +1,4 @@
-"""What the load generator sends, and when."""
+"""Workloads of the load generator."""
 
 import json
 import statistics
@@ -46,7 +46,7 @@ def test_azure(tmp_path):
     assert [(len(job.prompt), job.max_tokens) for job in small] == [(39, 1), (32, 1)]
 
 
-def test_mooncake_prompts_begin_alike_where_their_hashes_are(tmp_path):
+def test_mooncake_prompts_share_prefixes_where_hashes_agree(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, MOONCAKE)))
     for scale, block in ((1.0, 512), (0.125, 64)):
@@ -60,7 +60,7 @@ def test_mooncake_prompts_begin_alike_where_their_hashes_are(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,2\n"])
 @pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl", "none.csv"])
-def test_what_is_no_trace_is_told(tmp_path, content, name):
+def test_files_that_are_not_traces_are_refused(tmp_path, content, name):
     (tmp_path / name).write_text(content) if name != "none.csv" else None
     with pytest.raises(InvalidRequestError, match=name):
         trace_jobs(tmp_path / name, 10, **OPTIONS)
@@ -79,7 +79,7 @@ def test_a_trace_keeps_its_pattern_at_another_rate():
     assert [job.at for job in at_rate(jobs, 1.0, seed=0)] == [0.0, 0.5, 0.75, 4.0]
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="the public traces are not here")
+@pytest.mark.skipif(not DATA.exists(), reason="the public traces are not available")
 def test_the_public_traces_are_read():
     for name in ("azure-llm-2023-code.csv", "azure-llm-2023-conv.csv", "mooncake-conversation.jsonl"):
         jobs = trace_jobs(DATA / name, 200, **{**OPTIONS, "length_scale": 0.05})

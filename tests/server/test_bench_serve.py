@@ -29,14 +29,14 @@ def test_a_closed_loop(server, tmp_path, capsys, endpoint):
     options = ("--num-requests", 12, "--concurrency", 4, "--prompt-len", 20, "--output-len", 6, "--num-warmups", 1)
     assert bench(server, *options, "--endpoint", endpoint, "--goodput", "e2el:60000", "--output", path) == 0
     table = capsys.readouterr().out
-    assert "12 of 12 requests ended well" in table
+    assert "12 of 12 requests succeeded" in table
     assert "100% of requests" in table
     figures = load(path)
     assert figures["most_at_once"] <= 4
     assert figures["output_tokens"] == 12 * 6
     if endpoint == "completions":
         assert figures["prompt_tokens"] == 12 * 20
-    # The server's own account of the same, the warm-up among it.
+    # The server's own counts, which include the warm-up.
     assert _generated(server) - before == 13 * 6
     for result in figures["results"]:
         assert result["error"] is None
@@ -51,7 +51,7 @@ def _generated(server):
     return float(lines[0].split()[-1])
 
 
-def test_an_open_loop_sends_when_it_is_time(server, tmp_path):
+def test_an_open_loop_sends_at_the_given_times(server, tmp_path):
     path = tmp_path / "result.json"
     trace = tmp_path / "trace.jsonl"
     rows = [{"timestamp": 1000 * i, "input_length": 512, "output_length": 32, "hash_ids": [i]} for i in range(5)]
@@ -61,7 +61,7 @@ def test_an_open_loop_sends_when_it_is_time(server, tmp_path):
     figures = load(path)
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (5 * 64, 5 * 4)
     for i, result in enumerate(figures["results"]):
-        # In the trace a second apart, five in four seconds; at 10 a second, an eighth of a second apart.
+        # One second apart in the trace, five in four seconds; at 10 per second, an eighth of a second apart.
         assert result["sent"] - result["late"] == pytest.approx(i * 0.125, abs=0.01)
 
 
@@ -85,19 +85,19 @@ def test_refusals_are_counted(tmp_path, capsys):
         (("--goodput", "ttft"), "--goodput"),
         (("--goodput", "speed:3"), "ttft, tpot, e2el"),
         (("--base-url", "localhost:8000"), "http://"),
-        (("--base-url", "http://127.0.0.1:9"), "does not answer"),
+        (("--base-url", "http://127.0.0.1:9"), "no server that speaks"),
         (("--trace", "none.csv"), "none.csv"),
     ],
 )
-def test_mistakes_are_told_in_a_line(server, capsys, options, word):
+def test_invalid_options_are_reported_in_one_line(server, capsys, options, word):
     assert bench(server, *options) == 2
     told = capsys.readouterr().err
     assert word in told
     assert len(told.splitlines()) == 1
 
 
-def test_a_server_that_breaks_off(capsys):
-    """It lists a model, begins a stream, and hangs up."""
+def test_a_server_that_drops_the_connection(capsys):
+    """The server lists a model, starts a stream, and closes the connection."""
     listener = socket.create_server(("127.0.0.1", 0))
     models = json.dumps({"data": [{"id": "m"}]}).encode()
 

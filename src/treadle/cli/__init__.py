@@ -1,4 +1,4 @@
 """The `treadle` command."""
 
 EXIT_INTERRUPTED = 130
-"""Of a command that Ctrl-C ended; what shells expect."""
+"""Exit status after Ctrl-C, as shells expect it."""

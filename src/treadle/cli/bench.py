@@ -1,4 +1,4 @@
-"""`treadle bench serve`: put load on a server that speaks OpenAI's API, and measure what it gives."""
+"""`treadle bench serve`: put load on a server that speaks OpenAI's API, and measure latency and throughput."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ EXAMPLES = f"""examples:
   treadle bench serve --trace azure-llm-2023-conv.csv --num-requests 300 --length-scale 0.1 --rate 3
   treadle bench serve --base-url http://127.0.0.1:8001 --output result.json
 
-what is measured:
+measurements:
 {report.DEFINITIONS}
 """
 
@@ -29,8 +29,9 @@ DEFAULT_CONCURRENCY = 8
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
-    bench = commands.add_parser("bench", help="measure a server under load", description="Measure under load.")
+    bench = commands.add_parser(
+        "bench", help="measure a server under load", description="Measure a server under load."
+    )
     kinds = bench.add_subparsers(title="what", metavar="WHAT", required=True)
     parser = kinds.add_parser(
         "serve",
@@ -41,46 +42,49 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_argument_group("server")
-    group.add_argument("--base-url", default="http://127.0.0.1:8000", help="without /v1 (default: %(default)s)")
-    group.add_argument("--model", help="what it is called there (default: the first that the server lists)")
-    group.add_argument("--api-key", help="or set TREADLE_API_KEY")
+    group.add_argument("--base-url", default="http://127.0.0.1:8000", help="URL without /v1 (default: %(default)s)")
+    group.add_argument("--model", help="name of the model (default: the first that the server lists)")
+    group.add_argument("--api-key", help="key to send (or set TREADLE_API_KEY)")
     group.add_argument(
         "--endpoint", choices=sorted(workload.ENDPOINTS), default="completions",
-        help="completions sends token ids, chat as many words (default: %(default)s)",
+        help="completions sends token ids, chat the same number of words (default: %(default)s)",
     )  # fmt: skip
     group = parser.add_argument_group("load")
     group.add_argument("--num-requests", type=int, default=100, help="default: %(default)s")
     group.add_argument(
-        "--rate", type=float, help="requests/s, sent whatever is under way: Poisson arrivals, or the trace's, scaled"
+        "--rate", type=float, help="requests/s, open loop: Poisson arrivals, or the arrivals of the trace, scaled"
     )
     group.add_argument(
-        "--concurrency", type=int, help=f"instead: this many under way at once (default: {DEFAULT_CONCURRENCY})"
+        "--concurrency", type=int, help=f"requests in flight at once, closed loop (default: {DEFAULT_CONCURRENCY})"
     )
-    group.add_argument("--trace", type=Path, help="lengths and arrivals from Azure's CSV or Mooncake's JSON lines")
-    group.add_argument("--length-scale", type=float, default=1.0, help="multiplies the trace's lengths")
+    group.add_argument(
+        "--trace", type=Path, help="take lengths and arrivals from Azure's CSV or Mooncake's JSON lines"
+    )
+    group.add_argument("--length-scale", type=float, default=1.0, help="factor on the lengths of the trace")
     group.add_argument("--prompt-len", type=int, default=128, help="tokens, without a trace (default: %(default)s)")
     group.add_argument("--output-len", type=int, default=64, help="tokens, without a trace (default: %(default)s)")
     group.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-        help="ask that answers reach their length (default: on; other servers than vLLM's kind may refuse it)",
+        help="generate the full output length (default: on; some servers may refuse this field of vLLM's)",
     )  # fmt: skip
     group.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
     group.add_argument("--vocab-size", type=int, default=10_000, help="token ids below this (default: %(default)s)")
     group.add_argument(
-        "--num-warmups", type=int, default=2, help="requests before, not counted (default: %(default)s)"
+        "--num-warmups", type=int, default=2, help="warm-up requests, not counted (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompts and arrivals (default: %(default)s)")
     group = parser.add_argument_group("result")
     group.add_argument(
         "--goodput", nargs="+", default=[], metavar="NAME:MS",
-        help=f"bounds that a good answer keeps: {', '.join(report.BOUNDED)}",
+        help=f"latency bounds for goodput: {', '.join(report.BOUNDED)}",
     )  # fmt: skip
-    group.add_argument("--output", type=Path, metavar="FILE.json", help="write figures and every request there too")
+    group.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="also write the figures and every request to this file"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
     import uvloop
     from tqdm import tqdm
 

@@ -11,16 +11,15 @@ from treadle.errors import InvalidRequestError
 if TYPE_CHECKING:
     from treadle import LLM, SamplingParams
 
-HELP = "/new forgets the conversation, /exit (or Ctrl-D) ends; Ctrl-C stops an answer"
+HELP = "/new starts a new conversation, /exit (or Ctrl-D) quits; Ctrl-C stops an answer"
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
     parser = commands.add_parser(
         "chat",
         help="talk with a chat model",
         description="Talk with a chat model. The conversation so far stays in the KV cache, so that each "
-        f"turn computes only what is new. {HELP}.",
+        f"turn computes only the new tokens. {HELP}.",
     )
     parser.add_argument("--system", help="system message")
     add_sampling_options(parser, max_tokens=512)
@@ -29,7 +28,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
     llm, params = load(args, log_stats=False)
     start = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)

@@ -1,4 +1,4 @@
-"""What commands tell the person at the terminal: progress while loading, and a summary at the end.
+"""Terminal output of commands: progress while loading, and a summary at the end.
 
 Answers go to standard output; everything else goes to standard error.
 """
@@ -27,7 +27,7 @@ def say(text: str = "") -> None:
 
 
 def load(args: argparse.Namespace, *, log_stats: bool) -> tuple["LLM", SamplingParams]:
-    """The engine and the sampling parameters that the options ask for, with a progress line.
+    """Load the engine with a progress bar; returns it with the sampling parameters of the options.
 
     Args:
         args: the command line.
@@ -35,7 +35,7 @@ def load(args: argparse.Namespace, *, log_stats: bool) -> tuple["LLM", SamplingP
             is being written.
     """
     given = sampling_options(args)
-    # Mistakes are told before torch and a model are loaded.
+    # Report invalid options before loading torch and a model.
     SamplingParams(**given)
     options = engine_options(args)
     if not log_stats:
@@ -54,14 +54,14 @@ def load(args: argparse.Namespace, *, log_stats: bool) -> tuple["LLM", SamplingP
 
 
 class _ProgressLine:
-    """A bar that draws over itself on a terminal, and is silent elsewhere."""
+    """A progress bar on a terminal; prints nothing elsewhere."""
 
     def __init__(self, title: str) -> None:
         self._title = title
         self._is_terminal = sys.stderr.isatty()
 
     def show(self, share: float) -> None:
-        """Draw the bar at `share`, 0 to 1; at 1 it has done its work and goes."""
+        """Draw the bar at `share`, 0 to 1; remove it at 1."""
         if share >= 1.0:
             self.clear()
         elif self._is_terminal:
@@ -76,10 +76,10 @@ class _ProgressLine:
 
 
 class RunStats:
-    """Counts what a run did, for the summary.
+    """Counts tokens, steps and blocks of a run, for the summary.
 
     Args:
-        scheduler: whose blocks are counted.
+        scheduler: the engine's scheduler, for its blocks.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

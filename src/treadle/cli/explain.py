@@ -1,4 +1,4 @@
-"""`treadle explain`: tell what a recorded run did."""
+"""`treadle explain`: explain a recorded run."""
 
 import argparse
 import json
@@ -11,28 +11,30 @@ from treadle.page import standalone_page
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
     parser = commands.add_parser(
         "explain",
-        help="tell what a recorded run did",
-        description="Tell what a run did that was recorded with --record (or LLM(record=…)): the step table, one "
-        "request's story, a page to step through it in a browser, or a trace that opens in Perfetto "
+        help="explain a recorded run",
+        description="Explain a run that was recorded with --record (or LLM(record=…)): show the step table or one "
+        "request's history, or write a page to step through in a browser, or a trace for Perfetto "
         "(ui.perfetto.dev) and chrome://tracing.",
     )
     parser.add_argument("recording", type=Path, metavar="RUN.jsonl", help="the recording")
-    parser.add_argument("--request", metavar="ID", help="tell one request's story")
-    parser.add_argument("--steps", metavar="FIRST-LAST", help="draw these steps only")
-    parser.add_argument("--web", action="store_true", help="write RUN.html, a page that shows it, and open it")
-    parser.add_argument("--output", type=Path, metavar="OUT.html", help="with --web: write here, and open nothing")
+    parser.add_argument("--request", metavar="ID", help="show one request's history")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="show only these steps")
+    parser.add_argument(
+        "--web", action="store_true", help="write RUN.html, a page that shows the recording, and open it"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="OUT.html", help="with --web: write this file instead, and do not open it"
+    )
     parser.add_argument("--chrome-trace", type=Path, metavar="OUT.json", help="write a trace for Perfetto")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
     recording = Recording(args.recording)
     if args.output is not None and not args.web:
-        raise InvalidRequestError("--output", "is only for --web")
+        raise InvalidRequestError("--output", "is only valid with --web")
     if args.web:
         _write_page(recording, args.recording, args.output)
     elif args.chrome_trace is not None:

@@ -19,7 +19,6 @@ EXAMPLES = """examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
     parser = commands.add_parser(
         "generate",
         help="continue prompts, or answer them (--chat)",
@@ -29,7 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; - reads one from standard input")
     parser.add_argument("--file", type=Path, help="read one prompt per line from this file")
-    parser.add_argument("--chat", action="store_true", help="put each prompt as a question to a chat model")
+    parser.add_argument("--chat", action="store_true", help="send each prompt as a message to a chat model")
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--steps", action="store_true", help="show what each request did in each step")
     add_sampling_options(parser, max_tokens=128)
@@ -38,7 +37,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
     prompts = _read_prompts(args)
     llm, params = load(args, log_stats=len(prompts) > 1)
     if args.chat:

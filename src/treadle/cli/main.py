@@ -1,4 +1,4 @@
-"""The `treadle` command: parses options, runs a sub-command, turns errors into one line."""
+"""The `treadle` command: parses options, runs a subcommand, prints errors as one line."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="treadle",
         description="An LLM inference engine built around its request scheduler.",
-        epilog="`treadle COMMAND --help` tells more.",
+        epilog="Run `treadle COMMAND --help` for details.",
     )
     parser.add_argument("--version", action="version", version=f"treadle {__version__}")
     parser.add_argument("-q", "--quiet", action="store_true", help="print no log lines")
@@ -43,6 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ntreadle: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone (`treadle … | head`): nothing is left to be told.
+        # The reader of the pipe has exited (`treadle … | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -1,14 +1,13 @@
-"""`treadle models`: what can be run."""
+"""`treadle models`: list the models that can run."""
 
 import argparse
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
     parser = commands.add_parser(
         "models",
-        help="show which models there are",
-        description="Show the embedded model, models in the hub's local cache, and what else can be loaded.",
+        help="list the models that can run",
+        description="List the embedded model, the models in the hub's local cache, and the supported formats.",
     )
     parser.set_defaults(run=run)
 

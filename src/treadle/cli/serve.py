@@ -23,11 +23,10 @@ EXAMPLES = """examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
     parser = commands.add_parser(
         "serve",
-        help="answer OpenAI's API over HTTP",
-        description="Serve a model over HTTP, with OpenAI's API and vLLM's extras.",
+        help="serve OpenAI's API over HTTP",
+        description="Serve a model over HTTP, with OpenAI's API and vLLM's extensions.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -36,21 +35,28 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
     )
-    group.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 for any that is free")
-    group.add_argument("--api-key", help="key that clients must send (or set TREADLE_API_KEY)")
-    group.add_argument("--served-model-name", help="what clients call the model (default: as it is given)")
     group.add_argument(
-        "--max-body-mib", type=float, default=8.0, help="longest body of a request (default: %(default)s)"
+        "--port", type=int, default=8000, help="port to listen on; 0 for any free port (default: %(default)s)"
     )
+    group.add_argument("--api-key", help="key that clients must send (or set TREADLE_API_KEY)")
+    group.add_argument("--served-model-name", help="name of the model in the API (default: MODEL as given)")
+    group.add_argument("--max-body-mib", type=float, default=8.0, help="largest request body (default: %(default)s)")
     group.add_argument(
-        "--shutdown-grace", type=float, default=10.0, help="seconds that requests get to end (default: %(default)s)"
+        "--shutdown-grace",
+        type=float,
+        default=10.0,
+        help="seconds that unfinished requests have to finish at shutdown (default: %(default)s)",
+    )
+    group.add_argument("--max-num-queued-requests", type=int, help="waiting requests before 503 (default: no limit)")
+    group.add_argument(
+        "--max-num-queued-tokens", type=int, help="waiting prompt tokens before 503 (default: no limit)"
     )
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
 
 def _allow_open_files() -> None:
-    """As many open files as this user may have: every connection is one, and the usual limit is 1,024."""
+    """Raise the limit of open files: every connection needs one, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -58,13 +64,12 @@ def _allow_open_files() -> None:
 
 
 def _spare_what_stays() -> None:
-    """Keep the garbage collector from what set-up made: 200,000 objects that stay, 0.1 s at each full look."""
+    """Exclude the 200,000 objects of start-up from garbage collection: each full scan took 0.1 s."""
     gc.collect()
     gc.freeze()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
     if not 0 <= args.port < 65536:
         raise ConfigError("--port", f"must be between 0 and 65535, got {args.port}")
     from treadle.build import build_engine
@@ -92,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         log_level="warning" if args.quiet else "info",
         timeout_graceful_shutdown=max(1, int(args.shutdown_grace) + 1),
     )
-    # uvicorn ends by itself on these, and then raises them again: an orderly end is no error.
+    # uvicorn shuts down on these signals and then raises them again; an orderly shutdown is not an error.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     _spare_what_stays()

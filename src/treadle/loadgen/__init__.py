@@ -1,1 +1,1 @@
-"""A load generator for servers that speak OpenAI's API: what is sent and when, how it is measured, what is told."""
+"""A load generator for servers that speak OpenAI's API: workloads, client, report."""

@@ -1,4 +1,4 @@
-"""Sends a workload to a server as streams, and notes when each piece of an answer comes."""
+"""Sends a workload to a server as streams, and records when each chunk arrives."""
 
 import asyncio
 import contextlib
@@ -22,15 +22,15 @@ _WORDS = (
 
 @dataclass(slots=True)
 class Result:
-    """What came of one job. Times are seconds after the start of the run.
+    """The outcome of one job. Times are seconds after the start of the run.
 
     Attributes:
-        sent: when it was sent.
-        late: how much later than it was due; 0 in a closed loop.
-        tokens_at: when each chunk with new tokens came.
-        ended: when its stream ended, or failed.
-        prompt_tokens, cached_tokens, output_tokens: the server's own account.
-        error: why it failed; None if it did not.
+        sent: when the request was sent.
+        late: how long after its due time it was sent; 0 in a closed loop.
+        tokens_at: when each chunk with new tokens arrived.
+        ended: when its stream ended or failed.
+        prompt_tokens, cached_tokens, output_tokens: counts reported by the server.
+        error: why it failed; None on success.
     """
 
     sent: float
@@ -49,12 +49,12 @@ class Result:
 
     @property
     def e2e(self) -> float:
-        """From sending to the end of the stream."""
+        """Time from sending to the end of the stream."""
         return self.ended - self.sent
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None for a single one."""
+        """Time per output token after the first; None for fewer than two tokens."""
         if self.output_tokens < 2:
             return None
         return (self.tokens_at[-1] - self.tokens_at[0]) / (self.output_tokens - 1)
@@ -67,15 +67,15 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where to send, and how.
+    """The server to send to, and how to send.
 
     Attributes:
-        base_url: of the server, without /v1.
-        model: what it is called there.
+        base_url: URL of the server, without /v1.
+        model: name of the model on the server.
         endpoint: "completions" (prompts as token ids) or "chat" (as many words).
         api_key: sent as a header; None for none.
-        ignore_eos: whether to ask that answers reach their length.
-        extra: further fields of every request.
+        ignore_eos: whether to request the full output length.
+        extra: additional fields of every request.
     """
 
     base_url: str
@@ -87,11 +87,11 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """Headers of every request."""
         return _headers(self.api_key)
 
     def body(self, job: Job) -> dict[str, Any]:
-        """The request for a job."""
+        """The request body for a job."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": job.max_tokens,
@@ -111,10 +111,10 @@ def _headers(api_key: str | None) -> dict[str, str]:
 
 
 async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int | None]:
-    """The name of the first model that a server serves, and its length if it tells.
+    """The name of the first model of a server, and its maximum length, or None if the server does not report it.
 
     Raises:
-        InvalidRequestError: there is no such server.
+        InvalidRequestError: the server cannot be reached or lists no model.
     """
     url = f"{base_url}/v1/models"
     try:
@@ -126,9 +126,11 @@ async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int 
             first: dict[str, Any] = models[0] if models else {}
             message = "" if models else await _message(answer)
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequestError("--base-url", f"{base_url} does not answer as a server ({error!r})") from error
+        raise InvalidRequestError(
+            "--base-url", f"no server that speaks OpenAI's API at {base_url} ({error!r})"
+        ) from error
     if "id" not in first:
-        raise InvalidRequestError("--base-url", f"{url} names no model ({answer.status} {message})")
+        raise InvalidRequestError("--base-url", f"{url} lists no model ({answer.status} {message})")
     return first["id"], first.get("max_model_len")
 
 
@@ -140,13 +142,13 @@ async def run(
     Args:
         target: the server.
         jobs: in order of their times.
-        concurrency: how many are under way at once, in a closed loop; None to send each at its time, whatever
-            is still under way.
-        on_end: told every result as it comes, failed ones included.
+        concurrency: number of requests in flight, in a closed loop; None for an open loop, which sends each job at
+            its time.
+        on_end: called with every result as it arrives, including failures.
     """
     start = time.perf_counter()
-    connector = aiohttp.TCPConnector(limit=0)  # as many connections as it takes
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)  # an answer may take as long as it does
+    connector = aiohttp.TCPConnector(limit=0)  # no limit on connections
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)  # no limit on the duration of an answer
     async with aiohttp.ClientSession(
         target.base_url, headers=target.headers, connector=connector, timeout=timeout
     ) as session:
@@ -186,7 +188,7 @@ async def _send(session: aiohttp.ClientSession, target: Target, job: Job, start:
         result.error = f"{type(error).__name__}: {error}"
     result.ended = now() - start
     if result.error is None and not result.tokens_at:
-        result.error = "no token came"
+        result.error = "no token arrived"
     return result
 
 
@@ -205,7 +207,7 @@ async def _read(answer: aiohttp.ClientResponse, result: Result, now: Callable[[]
             result.output_tokens = usage["completion_tokens"]
             result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         for choice in chunk["choices"]:
-            # A chat begins with a chunk that only says who speaks.
+            # A chat stream starts with a chunk that only holds the role.
             if "role" not in choice.get("delta", {}):
                 result.tokens_at.append(at)
 

@@ -1,4 +1,4 @@
-"""What a run of the load generator says: percentiles, throughput, goodput."""
+"""Report of a load generator run: percentiles, throughput, goodput."""
 
 import math
 from collections import Counter
@@ -15,11 +15,11 @@ DEFINITIONS = """\
 TTFT        time to first token: from sending a request to its first chunk with a token
 TPOT        time per output token: (last chunk - first chunk) / (output tokens - 1), one number per request
 ITL         inter-token latency: the time between two chunks of a stream, one number per pair
-E2E         from sending a request to the end of its stream
-throughput  of requests that ended well, per second from the first one sent to the last one ended
-goodput     requests per second that ended well and met every bound of --goodput (DistServe, Zhong et al. 2024)
-late        how much later than it was due a request was sent: the load generator's own lag
-Percentiles are values that occurred: the smallest one that the share of all values does not exceed."""
+E2E         end-to-end latency: from sending a request to the end of its stream
+throughput  of successful requests, per second between the first send and the last end
+goodput     successful requests per second that met every bound of --goodput (DistServe, Zhong et al. 2024)
+late        how long after its due time a request was sent: the load generator's own lag
+Percentiles are measured values (nearest rank)."""
 
 _BOUNDS: dict[str, "Callable[[Result], float | None]"] = {
     "ttft": lambda result: result.ttft,
@@ -27,15 +27,15 @@ _BOUNDS: dict[str, "Callable[[Result], float | None]"] = {
     "e2el": lambda result: result.e2e,
 }
 BOUNDED = tuple(_BOUNDS)
-"""What --goodput may bound."""
+"""Latencies that --goodput may bound."""
 
 
 def summarize(results: "Sequence[Result]", bounds_ms: Mapping[str, float]) -> dict[str, Any]:
     """The figures of a run, as plain data; times in milliseconds.
 
     Args:
-        results: of all requests that ended, well or not.
-        bounds_ms: for goodput: ttft, tpot, e2el → milliseconds. Empty for none.
+        results: all requests that ended, failures included.
+        bounds_ms: bounds for goodput: ttft, tpot, e2el → milliseconds. Empty for none.
     """
     good = [result for result in results if result.error is None]
     seconds = max(r.ended for r in good) - min(r.sent for r in results) if good else 0.0
@@ -75,10 +75,10 @@ def details(results: "Sequence[Result]") -> list[dict[str, Any]]:
 
 
 def render(summary: Mapping[str, Any]) -> str:
-    """The figures as a table of text."""
+    """The figures as a text table."""
     lines = [
-        f"{summary['requests'] - summary['failed']} of {summary['requests']} requests ended well in "
-        f"{summary['seconds']:.2f} s, at most {summary['most_at_once']} at once",
+        f"{summary['requests'] - summary['failed']} of {summary['requests']} requests succeeded in "
+        f"{summary['seconds']:.2f} s, at most {summary['most_at_once']} in flight",
         f"{summary['prompt_tokens']} prompt tokens ({summary['cached_tokens']} from the cache), "
         f"{summary['output_tokens']} output tokens",
         "",
@@ -102,7 +102,7 @@ def render(summary: Mapping[str, Any]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that at least `share` of them do not exceed (nearest rank)."""
+    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 

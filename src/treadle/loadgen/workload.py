@@ -1,4 +1,4 @@
-"""What is sent, and when: random prompts, or the lengths and arrivals of a public trace."""
+"""Workloads: random prompts, or the lengths and arrivals of a public trace."""
 
 import csv
 import json
@@ -12,10 +12,10 @@ from pathlib import Path
 from treadle.errors import InvalidRequestError
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-"""Where requests can be sent, by name."""
+"""Paths of the endpoints, by name."""
 
 LOWEST_TOKEN_ID = 100
-"""Below it many vocabularies have special tokens."""
+"""Many vocabularies have special tokens below this id."""
 
 MOONCAKE_BLOCK = 512
 """Tokens that one hash id of a Mooncake trace stands for."""
@@ -28,7 +28,7 @@ class Job:
     Attributes:
         prompt: token ids.
         max_tokens: tokens to generate.
-        at: seconds after the start at which to send it; None for as soon as another has ended.
+        at: when to send it, in seconds after the start; None for as soon as another request has ended.
     """
 
     prompt: tuple[int, ...]
@@ -37,7 +37,7 @@ class Job:
 
 
 def random_jobs(count: int, prompt_len: int, output_len: int, *, vocab_size: int, seed: int) -> list[Job]:
-    """Prompts of random tokens, all of one length, which share nothing."""
+    """Jobs with prompts of random tokens, all of one length, without shared prefixes."""
     rng = random.Random(seed)
     return [Job(_tokens(rng, prompt_len, vocab_size), output_len) for _ in range(count)]
 
@@ -45,20 +45,20 @@ def random_jobs(count: int, prompt_len: int, output_len: int, *, vocab_size: int
 def trace_jobs(path: Path, count: int, *, length_scale: float, max_len: int, vocab_size: int, seed: int) -> list[Job]:
     """The first requests of a trace, with its arrivals.
 
-    Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's JSON lines (timestamp in ms, input_length,
-    output_length, hash_ids) are read. Traces hold no text: prompts are random tokens; those of a Mooncake trace begin
-    alike where its hash ids, one per 512 tokens, are alike.
+    Reads Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's JSON lines (timestamp in ms,
+    input_length, output_length, hash_ids). Traces hold no text, so prompts are random tokens; prompts of a Mooncake
+    trace share a prefix where their hash ids, one per 512 tokens, agree.
 
     Args:
         path: the trace.
-        count: requests to take.
-        length_scale: lengths are multiplied by this.
-        max_len: longest prompt and output together; longer ones are cut, the prompt first.
-        vocab_size: token ids are below it.
-        seed: of the prompts.
+        count: number of requests to take.
+        length_scale: factor on all lengths.
+        max_len: maximum length of prompt and output together; longer requests are cut, the prompt first.
+        vocab_size: upper bound of token ids (exclusive).
+        seed: seed of the prompts.
 
     Raises:
-        InvalidRequestError: the file cannot be read, or is neither.
+        InvalidRequestError: the file cannot be read, or has neither format.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -69,7 +69,7 @@ def trace_jobs(path: Path, count: int, *, length_scale: float, max_len: int, voc
             "--trace", f"{path} cannot be read as Azure's CSV or Mooncake's JSON lines ({error!r})"
         ) from error
     if not rows:
-        raise InvalidRequestError("--trace", f"{path} has no request")
+        raise InvalidRequestError("--trace", f"{path} holds no requests")
     jobs = []
     for number, (at, prompt_len, output_len, hash_ids) in enumerate(rows):
         output_len = min(max(1, round(output_len * length_scale)), max_len - 1)
@@ -85,7 +85,7 @@ def trace_jobs(path: Path, count: int, *, length_scale: float, max_len: int, voc
 
 
 def at_rate(jobs: Sequence[Job], rate: float, *, seed: int) -> list[Job]:
-    """Arrivals at a mean rate, in requests/s: those of a trace faster or slower, else a Poisson process."""
+    """Set arrivals to a mean rate in requests/s: the scaled times of a trace, or else a Poisson process."""
     last = jobs[-1].at
     if last:
         factor = len(jobs) / last / rate
@@ -106,7 +106,7 @@ _Row = tuple[float, int, int, Sequence[int]]
 
 def _read_azure(lines: Iterable[str]) -> Iterator[_Row]:
     for row in csv.DictReader(lines):
-        # Seven decimals, where Python reads six.
+        # Timestamps have seven decimals; Python parses six.
         time = datetime.strptime(row["TIMESTAMP"][:26], "%Y-%m-%d %H:%M:%S.%f")
         yield time.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
 
