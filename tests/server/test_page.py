@@ -38,11 +38,11 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Opens pages, which must not complain."""
+    """Opens pages, which must not log errors."""
     contexts, complaints = [], []
 
     def on_message(message):
-        # The browser names every answer that is no 200, at some time; tests look at those themselves.
+        # The browser logs every response other than 200; tests check those themselves.
         if message.type == "error" and not message.text.startswith("Failed to load resource"):
             complaints.append(message.text)
 
@@ -64,7 +64,7 @@ def open_page(browser):
 
 @pytest.fixture(scope="module")
 def small_server():
-    """A pool in which a few conversations do not fit side by side."""
+    """A pool too small for a few conversations at once."""
     with running(num_kv_blocks=26, max_model_len=400, max_num_batched_tokens=64, admission_headroom=0) as server:
         yield server
 
@@ -88,10 +88,10 @@ def test_queues_move_and_a_preemption_is_explained(small_server, open_page):
     expect(preempted).to_contain_text("is preempted: it gives up its blocks")
     answer = page.locator("#chat-log .assistant")
     expect(answer).not_to_be_empty()
-    # All of them come through, and the queues are empty again.
+    # All requests finish, and the queues are empty again.
     expect(count["waiting"]).to_have_text("0")
     small_server.wait_until_idle()
-    # Back to the step in which it happened: who, and for whom.
+    # Back to the step of the preemption: which request, and for which.
     preempted.get_by_role("button").click()
     expect(page.get_by_role("button", name="▶ Live")).to_be_visible()
     step = re.search(r"step (\d+)", preempted.inner_text())[1]
@@ -102,7 +102,7 @@ def test_queues_move_and_a_preemption_is_explained(small_server, open_page):
     )
     expect(page.locator("#story li.k-preempted").last).to_contain_text("is preempted")
     expect(page.locator("#waiting .card.followed .why")).to_contain_text("is preempted")
-    # The picture says the same under the pointer.
+    # The tooltip of the timeline says the same.
     note = page.locator("#note")
     box = page.locator("#timeline").bounding_box()
     x = _column(page, int(step))
@@ -111,24 +111,24 @@ def test_queues_move_and_a_preemption_is_explained(small_server, open_page):
         page.mouse.move(box["x"] + x, box["y"] + y)
         notes.append(note.inner_text() if note.is_visible() else "")
     assert any(text.startswith(f"Step {step}") and "is preempted" in text for text in notes), notes
-    # A step back, and on again.
+    # One step back, and forward again.
     page.get_by_role("button", name="One step back").click()
     expect(page.locator("#where")).to_contain_text(f"step {int(step) - 1} (")
     page.keyboard.press("ArrowRight")
     expect(page.locator("#where")).to_contain_text(f"step {step} (")
     page.locator("#toggle").click()
-    expect(page.locator("#where")).not_to_contain_text("kept")
+    expect(page.locator("#where")).not_to_contain_text("available")
 
 
 def _column(page, step):
-    """Where the step that is shown stands in the picture: a third of the width is left for what came after it."""
+    """The x coordinate of the current step in the timeline, which leaves a third of its width for later steps."""
     last = int(page.locator("#slider").get_attribute("max")) + 1
     shown = int((page.locator("#timeline").bounding_box()["width"] - 130) // 9)
     first = max(0, min(last, step - 1 - (-shown // 3)) - shown)
     return 130 + 9 * (step - 1 - first) + 4
 
 
-def test_the_chat_box_goes_on_with_its_conversation(small_server, open_page):
+def test_the_chat_box_continues_its_conversation(small_server, open_page):
     page = open_page(small_server.url)
     ask(page, "My name is Ada.", tokens="20")
     answers = page.locator("#chat-log .assistant")
@@ -139,7 +139,7 @@ def test_the_chat_box_goes_on_with_its_conversation(small_server, open_page):
     ask(page, "What is it?", tokens="20")
     expect(answers).to_have_count(2)
     expect(answers.nth(1)).not_to_be_empty()
-    ask(page, "?", tokens="4000")  # more than the model's length: the server's own words
+    ask(page, "?", tokens="4000")  # more than the model's length: shows the server's message
     expect(page.locator("#chat-log .error")).to_contain_text("max_tokens")
     page.get_by_role("button", name="New").click()
     expect(answers).to_have_count(0)
@@ -163,7 +163,7 @@ def test_the_page_asks_for_the_key(open_page):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_all_of_it(small_server, open_page, scheme):
+def test_the_page_fits_a_phone(small_server, open_page, scheme):
     page = open_page(small_server.url, viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True)
     ask(page, "Hello", copies="4", tokens="10")
     expect(page.locator("#events li").first).to_be_visible()
@@ -183,7 +183,7 @@ def test_names_are_only_text(small_server, open_page, tmp_path):
     body = {"prompt": "Hello", "max_tokens": 3, "request_id": NAUGHTY}
     assert small_server.post("/v1/completions", body).status_code == 200
     expect(page.locator("#events li").first).to_contain_text("<img")
-    # The same name again is another request.
+    # The same id again is a new request.
     assert small_server.post("/v1/completions", body).status_code == 200
     expect(page.locator("#events li", has_text="arrives with")).to_have_count(2)
     expect(page.locator("#events li", has_text="It ends here")).to_have_count(2)
@@ -194,7 +194,7 @@ def test_names_are_only_text(small_server, open_page, tmp_path):
 def test_a_recording_opens_without_a_server(open_page, tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     record_run(path)
-    # Names that are numbers, as LLM gives them, and one that would like to be markup.
+    # Numeric ids, as LLM assigns them, and one that contains markup.
     path.write_text(re.sub(r'"r(\d+)"', r'"\1"', path.read_text()).replace('"1"', json.dumps(NAUGHTY)))
     assert main(["explain", "--web", str(path), "--output", str(tmp_path / "it.html")]) == 0
     assert "it.html" in capsys.readouterr().out
@@ -209,7 +209,7 @@ def test_a_recording_opens_without_a_server(open_page, tmp_path, capsys):
         expect(page.locator("#waiting .count")).to_have_text(str(len(gone | set(record["waiting"]))))
         if not gone:
             cards = page.locator("#waiting .card").evaluate_all("cards => cards.map((card) => card.dataset.request)")
-            assert cards == list(record["waiting"])  # in the order in which they go
+            assert cards == list(record["waiting"])  # in queue order
         blocks = record["blocks"]
         expect(page.locator("#blocks-caption")).to_contain_text(
             f"{blocks['referenced']} held · {blocks['cached']} cached · {blocks['free']} free"
@@ -220,8 +220,8 @@ def test_a_recording_opens_without_a_server(open_page, tmp_path, capsys):
     expect(page.locator("#where")).to_contain_text(f"step {len(recording.records)} (")
 
 
-def test_the_pages_view_of_a_run_is_the_recordings(small_server, open_page, tmp_path):
-    """Every step's queues and blocks, there and back again, against the recording as Python reads it."""
+def test_the_page_and_the_recording_agree(small_server, open_page, tmp_path):
+    """Compares every step's queues and blocks, forwards and backwards, with the recording as Python reads it."""
     path = tmp_path / "run.jsonl"
     record_run(path)
     recording = Recording(path)
@@ -270,10 +270,10 @@ def test_the_pages_view_of_a_run_is_the_recordings(small_server, open_page, tmp_
             assert latencies[i] == [pytest.approx(ends[i] - ends[i - 1])] * 2
             steady += 1
     assert steady
-    assert any(longest is not None and longest > 3 * middle for middle, longest in latencies)  # back from the queue
+    assert any(longest is not None and longest > 3 * middle for middle, longest in latencies)  # resumed after waiting
 
 
-def test_a_long_run_forgets_its_beginning(small_server, open_page, tmp_path):
+def test_a_long_run_drops_old_steps(small_server, open_page, tmp_path):
     path = tmp_path / "run.jsonl"
     record_run(path)
     recording = Recording(path)

@@ -1,6 +1,6 @@
 """The page that shows the scheduler at work: served live by the server, or as one file with a recording in it.
 
-It is plain HTML, CSS and modules of JavaScript, without a build step; charts are drawn by uPlot (static/vendor).
+It is plain HTML, CSS and JavaScript modules, without a build step; uPlot (static/vendor) draws the charts.
 """
 
 import base64
@@ -18,7 +18,7 @@ CONTENT_TYPES = {
     "js": "text/javascript; charset=utf-8",
 }
 
-# Only what comes with the page runs or is asked; a name that a client chose can never become code.
+# Only the page's own files run or are loaded; a client's string can never become code.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,7 +31,7 @@ _SCRIPT = re.compile(r'<script src="page/([\w./]+)"></script>')
 
 @cache
 def static_files() -> Mapping[str, str]:
-    """The page's files by their path below static/; nothing else is ever read for a client."""
+    """The page's files by path below static/; no other file is ever served."""
     found = {}
     for folder, names in ((files(__package__) / "static", ""), (files(__package__) / "static" / "vendor", "vendor/")):
         for entry in folder.iterdir():
@@ -41,10 +41,10 @@ def static_files() -> Mapping[str, str]:
 
 
 def standalone_page(name: str, lines: Iterable[Mapping[str, Any]]) -> str:
-    """One HTML file that needs nothing else and shows a recording.
+    """A self-contained HTML file that shows a recording.
 
     Args:
-        name: of the recording.
+        name: name of the recording.
         lines: its header, then a record per step.
     """
     parts = dict(static_files())
@@ -55,12 +55,12 @@ def standalone_page(name: str, lines: Iterable[Mapping[str, Any]]) -> str:
         for path, text in parts.items()
         if path.endswith(".js") and "/" not in path
     }
-    # JavaScript would sort names that are numbers; queues have an order of their own.
+    # JavaScript sorts object keys that are numbers; a list keeps the order of the queue.
     lines = [
         {key: list(value.items()) if key in ("waiting", "swapped") else value for key, value in line.items()}
         for line in lines
     ]
-    # Within a script element "</" would end it.
+    # "</" would end the script element.
     data = json.dumps(lines, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     head = (
         f'<script type="importmap">{json.dumps({"imports": modules})}</script>\n'

@@ -1,4 +1,4 @@
-// The page: puts the pictures together, and moves through the steps.
+// The page: connects the views, and navigates through the steps.
 
 import { BlockView } from "./blocks.js";
 import { Charts } from "./charts.js";
@@ -17,7 +17,7 @@ let cursor = -1; // index of the step that is shown
 let isLive = !recording;
 let isPlaying = false;
 let followed = null; // number of a request
-let wanted = null; // id of a request to follow as soon as it is known
+let wanted = null; // id of a request to follow as soon as it appears
 let isDue = false;
 
 const timeline = new Timeline(at("timeline"), (step, row) => {
@@ -30,7 +30,7 @@ const blocks = new BlockView(at("blocks"), at("blocks-caption"), follow);
 const queues = new Queues({ running: at("running"), waiting: at("waiting"), swapped: at("swapped") }, follow);
 const charts = new Charts({ tokens: at("chart-tokens"), latency: at("chart-latency"), pool: at("chart-pool") });
 
-// Moving
+// Navigation
 
 function pause() {
   isLive = isPlaying = false;
@@ -89,7 +89,7 @@ let numDropped = 0;
 function draw() {
   isDue = false;
   if (run.numDropped !== numDropped) {
-    // Steps were forgotten at the beginning: what is shown keeps its place.
+    // Old steps were dropped: keep showing the same step.
     if (!isLive) cursor = Math.max(0, cursor - (run.numDropped - numDropped));
     numDropped = run.numDropped;
   }
@@ -105,7 +105,7 @@ function draw() {
   slider.max = run.steps.length - 1;
   slider.value = cursor;
   const [first, last] = [run.steps[0].number, run.steps.at(-1).number];
-  at("where").textContent = `step ${step.number}` + (isLive ? "" : ` (${first} to ${last} are kept)`);
+  at("where").textContent = `step ${step.number}` + (isLive ? "" : ` (${first} to ${last} available)`);
   drawFigures(step);
   timeline.draw(run, cursor, followed);
   blocks.draw(run, cursor, followed);
@@ -198,7 +198,7 @@ at("unfollow").addEventListener("click", () => follow(null));
 at("find").addEventListener("change", (event) => {
   const text = event.target.value.trim();
   const request = [...run.requests.values()].findLast((r) => r.id === text || shortName(r.id) === text || (text && r.id.includes(text)));
-  event.target.setCustomValidity(request || !text ? "" : "no such request among the steps that are kept");
+  event.target.setCustomValidity(request || !text ? "" : "no such request in the available steps");
   event.target.reportValidity();
   follow(request ? request.number : null);
 });

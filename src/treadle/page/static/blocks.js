@@ -1,4 +1,4 @@
-// The KV pool as a map: a cell per block, coloured by the request that holds it.
+// The KV pool as a map: a cell per block, in the colour of the request that holds it.
 
 import { colourOf, colours, fit, hideNote, showNote } from "./canvas.js";
 import { BlockMap, CACHED, FREE } from "./run.js";
@@ -19,7 +19,7 @@ export class BlockView {
     this.run = run;
     run.blocks.seek(cursor + 1);
     const width = this.canvas.parentElement.clientWidth;
-    // Blocks that nobody has ever held would only push the others together.
+    // Leave out blocks that were never used: they would only make the others smaller.
     const count = Math.min(run.numBlocks ?? 0, Math.max(64, run.highestBlock + 1));
     this.size = count > 6000 ? 5 : count > 1500 ? 8 : count > 300 ? 12 : 18;
     this.perRow = Math.max(8, Math.floor(width / this.size));
@@ -27,7 +27,7 @@ export class BlockView {
     const c = fit(this.canvas, width, Math.max(this.size, Math.ceil(count / this.perRow) * this.size));
     const colour = colours();
     const inner = this.size - 1;
-    // The others step back while the followed request holds something.
+    // Fade the blocks of other requests while the followed request holds any.
     const fades = followed !== null && run.blocks.holders.some((holder) => BlockMap.number(holder) === followed);
     for (let block = 0; block < count; block++) {
       const x = (block % this.perRow) * this.size;
@@ -55,7 +55,7 @@ export class BlockView {
     const untouched = run.numBlocks - count;
     this.caption.textContent = referenced === undefined ? "" :
       `${referenced} held · ${cached} cached · ${free} free · ${host_used} in the host tier` +
-      (untouched > 0 ? ` · not drawn: ${untouched.toLocaleString("en")} that were never used` : "");
+      (untouched > 0 ? ` · ${untouched.toLocaleString("en")} never used (not drawn)` : "");
   }
 
   #at(event) {
@@ -71,7 +71,7 @@ export class BlockView {
     const holder = this.run.blocks.holders[block];
     const what =
       holder === FREE ? "free" :
-      holder === CACHED ? "cached: nobody holds it, its content can still be found" :
+      holder === CACHED ? "cached: not held, its content can still be found" :
       `held by ${this.run.byNumber[BlockMap.number(holder)]?.id}${BlockMap.isShared(holder) ? ", shared by several sequences" : ""}`;
     showNote(event, `Block ${block}: ${what}`);
   }

@@ -1,4 +1,4 @@
-// What the two canvases share: sharp pixels, colours from the style sheet, and the note under the pointer.
+// Shared by the two canvases: sharp pixels, colours from the style sheet, and the tooltip.
 
 export function fit(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
@@ -22,7 +22,7 @@ export function colours() {
   };
 }
 
-// A colour of its own for every request: hues a golden angle apart.
+// One colour per request: hues a golden angle apart.
 export function colourOf(number) {
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
   return `hsl(${(number * 137.508) % 360} 55% ${isDark ? 58 : 48}%)`;

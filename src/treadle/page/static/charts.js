@@ -1,4 +1,4 @@
-// Numbers over the last steps, by uPlot.
+// Charts of the last steps, drawn by uPlot.
 
 import { colours } from "./canvas.js";
 
@@ -39,7 +39,7 @@ export class Charts {
     const filled = (label, name) => line(label, name, { paths: stepped, fill: `color-mix(in srgb, ${colour(name)} 45%, transparent)` });
     const dots = { paths: () => null, points: { show: true, size: 6, fill: colour("k-preempted"), stroke: colour("paper") } };
     this.plots = [
-      make(this.places.tokens, [filled("tokens", "k-prefill"), filled("of decodes", "k-decode")], [ticks("")]),
+      make(this.places.tokens, [filled("tokens", "k-prefill"), filled("decode tokens", "k-decode")], [ticks("")]),
       make(
         this.places.latency,
         [line("longest ITL", "k-waiting-line"), line("ITL (ms)", "k-decode"), line("TTFT (ms, right)", "k-preempted", { scale: "ttft", ...dots })],

@@ -1,4 +1,4 @@
-// A small chat: real requests to the server that the page shows.
+// A small chat that sends real requests to the server.
 
 import { call, events } from "./source.js";
 
@@ -55,7 +55,7 @@ export class Chat {
   async #post(path, body) {
     const headers = { "content-type": "application/json" };
     const answer = await call(path, { method: "POST", headers, body: JSON.stringify(body) });
-    if (!answer.ok) throw new Error((await answer.json()).error?.message ?? `the server answers ${answer.status}`);
+    if (!answer.ok) throw new Error((await answer.json()).error?.message ?? `the server responded with status ${answer.status}`);
     return answer;
   }
 
@@ -75,7 +75,7 @@ export class Chat {
     }
   }
 
-  // The same prompt several times, for the load only. All in one call: a browser keeps few connections to a server.
+  // Send the same prompt several times, for load only, in one call: browsers limit connections per server.
   async #load(messages, maxTokens, copies) {
     try {
       const { tokens } = await (await this.#post("tokenize", { messages })).json();

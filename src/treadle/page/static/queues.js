@@ -1,4 +1,4 @@
-// The three queues: a card per request, with how far it is.
+// The three queues: a card per request, with its progress.
 
 import { colourOf } from "./canvas.js";
 import { shortName } from "./run.js";
@@ -7,7 +7,7 @@ const SHOWN = 40;
 
 export class Queues {
   constructor(places, onPick) {
-    this.places = places; // {running, waiting, swapped}: elements with .count and .cards
+    this.places = places; // {running, waiting, swapped}: elements that contain .count and .cards
     this.onPick = onPick;
     this.cards = new Map(); // queue + request's number → card
   }
@@ -31,7 +31,7 @@ export class Queues {
         list.replaceChildren(...cards);
       }
       place.querySelector(".more").textContent =
-        entries.length > SHOWN ? `and ${entries.length - SHOWN} more` : entries.length ? "" : "nobody";
+        entries.length > SHOWN ? `and ${entries.length - SHOWN} more` : entries.length ? "" : "empty";
     }
     for (const key of this.cards.keys()) if (!used.has(key)) this.cards.delete(key);
   }

@@ -1,10 +1,10 @@
-// What happened, step by step: the state that a server or a recording begins with, and a record per step after it.
-// Everything that is drawn is asked of here, for any step that is still kept.
+// The history of a run: the initial state from a server or a recording, then a record per step.
+// All views read from here, for any step that is still kept.
 
 export const KINDS = ["prefill", "chunk", "re-prefill", "decode", "beam"];
 export const FREE = -2;
 export const CACHED = -1;
-const FIELDS = 4; // of a cell: request's number, kind, tokens computed or generated, tokens wanted
+const FIELDS = 4; // of a cell: the request's number, kind, tokens computed or generated, target number of tokens
 const SHARED = 2 ** 24; // added to a holder's number when several sequences hold the block
 
 const WAITS = {
@@ -32,7 +32,7 @@ export class Run {
     this.events = [];
     this.settings = null;
     this.blockSize = 0;
-    this.numDropped = 0; // steps that were forgotten
+    this.numDropped = 0; // steps dropped from the history
     this.blocks = new BlockMap(0);
     this.highestBlock = -1;
   }
@@ -41,7 +41,7 @@ export class Run {
     return this.steps.length === 0;
   }
 
-  // A server's state: requests that are under way, and who holds which block.
+  // Start from a server's state: unfinished requests, and the holder of each block.
   begin(state) {
     this.clear();
     this.settings = state.scheduler;
@@ -63,7 +63,7 @@ export class Run {
     this.blocks.forget();
   }
 
-  // A recording's first line.
+  // Start from the header of a recording.
   beginRecording(header) {
     this.clear();
     this.limit = Infinity;
@@ -82,12 +82,12 @@ export class Run {
       prefillTokens: 0,
       blocks: record.blocks,
       ttfts: [],
-      itl: null, // median and most of what requests waited for this token since their last one
+      itl: null, // median and maximum of the requests' time since their previous token
       longestItl: null,
       reasons: new Map(),
     };
     for (const [id, a] of Object.entries(record.arrived)) {
-      // A name may come again when its first bearer has ended.
+      // An id may be reused after its request has ended.
       if (this.requests.get(id)?.outcome !== null) this.#request(id, a.prompt_tokens, a.max_tokens, a.n, a.time);
     }
     const numbers = (ids) => Int32Array.from(ids, (id) => this.#known(id).number);
@@ -134,9 +134,9 @@ export class Run {
       number: this.byNumber.length,
       computed: 0,
       outputs: 0,
-      lastToken: null, // when it came
+      lastToken: null, // time of its latest token
       preemptions: [], // steps
-      pauses: [], // [step, computed, outputs] where it stopped running
+      pauses: [], // [step, computed, outputs] at the steps where it stopped running
       outcome: null,
       lastReason: "",
       lastStep: 0,
@@ -253,7 +253,7 @@ export class Run {
     return this.cellsOf(step, (other) => other === number).get(number);
   }
 
-  // The three queues as they stood in a step: [{request, computed, outputs, reason, cell}].
+  // The three queues at a step: [{request, computed, outputs, reason, cell}].
   queuesAt(step) {
     const cells = this.cellsOf(step);
     const queues = { running: [], waiting: [], swapped: [] };
@@ -288,34 +288,34 @@ export class Run {
     return Math.max(0, Math.min(this.steps.length - 1, index));
   }
 
-  // A cell in a sentence.
+  // Describe a cell in a sentence.
   explain(step, number, cell) {
     const name = (n) => shortName(this.byNumber[n]?.id ?? "?");
     const end = cell.end ? ` It ends here: ${cell.end}.` : "";
-    const back = cell.swappedIn ? "comes back from the host tier, then " : "";
+    const back = cell.swappedIn ? "resumes from the host tier, then " : "";
     switch (cell.kind) {
       case "prefill":
         return `${back}computes its prompt of ${cell.wanted} tokens.${end}`;
       case "chunk":
         return `computes a chunk of its prompt, up to token ${cell.done} of ${cell.wanted}.${end}`;
       case "re-prefill":
-        return `${back}computes again what it lost, up to token ${cell.done} of ${cell.wanted}.${end}`;
+        return `${back}recomputes its KV, up to token ${cell.done} of ${cell.wanted}.${end}`;
       case "decode":
       case "beam":
         return `${back}generates token ${cell.done}${cell.wanted ? ` of at most ${cell.wanted}` : ""}.${end}`;
       case "waiting":
-        return cell.reason ? `waits: ${WAITS[cell.reason] ?? cell.reason}.` : "waits behind another.";
+        return cell.reason ? `waits: ${WAITS[cell.reason] ?? cell.reason}.` : "waits behind another request.";
       case "swapped":
         return cell.reason ? `is in the host tier: ${WAITS[cell.reason] ?? cell.reason}.` : "is in the host tier.";
       case "idle":
-        return "runs, and has no part in this step.";
+        return "runs, but is not in this step.";
       case "preempted":
       case "swapped-out": {
         const how = cell.kind === "preempted"
-          ? "is preempted: it gives up its blocks and will be computed again"
-          : "is preempted: its blocks move to the host tier";
+          ? "is preempted: it gives up its blocks and will be recomputed"
+          : "is preempted: its blocks are swapped out to the host tier";
         return cell.by === number
-          ? `${how}. No block was free, and nobody ranks behind it.${end}`
+          ? `${how}. No block was free, and no request ranks behind it.${end}`
           : `${how}, because ${name(cell.by)} needed a block, none was free, and this one ranks last.${end}`;
       }
       default:
@@ -342,7 +342,7 @@ export class Run {
     }
   }
 
-  // One request's story: a line for each stretch of steps in which it did the same.
+  // The history of one request: a line for each run of steps in which it did the same.
   story(request, lastStep) {
     const lines = [];
     for (const step of this.steps) {
@@ -370,7 +370,7 @@ function preemptedCell(p) {
   return { kind: p.mode === "swap" ? "swapped-out" : "preempted", by: p.by, mode: p.mode };
 }
 
-// Who holds each block, at any step: changes are kept with what they replaced, so that they can be undone.
+// The holder of each block at any step: changes are kept with the values they replaced, so that they can be undone.
 export class BlockMap {
   constructor(numBlocks) {
     this.holders = new Int32Array(numBlocks).fill(FREE);
@@ -411,7 +411,7 @@ export class BlockMap {
     this.at = this.log.length;
   }
 
-  // Make what is now the beginning.
+  // Make the current state the first one.
   forget() {
     this.log = [];
     this.at = 0;
@@ -426,7 +426,7 @@ export class BlockMap {
   }
 }
 
-// The median, undefined of nothing; sorts the values.
+// The median; undefined if there are no values. Sorts the values in place.
 export function middle(values) {
   return values.sort((a, b) => a - b)[values.length >> 1];
 }

@@ -1,4 +1,4 @@
-// Where steps come from: a server's events, or a recording that stands in the page.
+// Sources of steps: a server's events, or a recording embedded in the page.
 
 let key = sessionStorage.getItem("treadle-key") ?? "";
 
@@ -16,7 +16,7 @@ export async function call(path, options = {}) {
 let asking = null;
 
 function askForKey() {
-  // Several calls may be refused at once; the person is asked once.
+  // Several calls may be refused at once; ask only once.
   asking ??= new Promise((resolve) => {
     const dialog = document.getElementById("ask-key");
     const field = dialog.querySelector("input");
@@ -52,24 +52,24 @@ export async function* events(answer) {
   }
 }
 
-// Follow a server for ever; onStatus is told "live", or what is wrong.
+// Follow a server forever; onStatus gets "live" or a description of the problem.
 export async function followServer(run, onStep, onStatus) {
   for (;;) {
     try {
       const answer = await call("scheduler/steps");
-      if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
+      if (!answer.ok) throw new Error(`the server responded with status ${answer.status}`);
       for await (const record of events(answer)) {
         if (record.state) {
           run.begin(record.state);
-          onStatus(record.missed ? `live, after ${record.missed} steps that went by too fast for this page` : "live");
+          onStatus(record.missed ? `live, after skipping ${record.missed} steps that came too fast for this page` : "live");
         } else {
           run.add(record);
         }
         onStep();
       }
-      onStatus("the server has closed the connection; trying again");
+      onStatus("the server closed the connection; retrying");
     } catch (error) {
-      onStatus(`no connection: ${error.message}; trying again`);
+      onStatus(`no connection: ${error.message}; retrying`);
     }
     await new Promise((resolve) => setTimeout(resolve, 1500));
   }

@@ -1,4 +1,4 @@
-// The last steps as a picture: a column per step, a row per request.
+// The timeline of the last steps: a column per step, a row per request.
 
 import { colours, fit, hideNote, showNote } from "./canvas.js";
 import { shortName } from "./run.js";
@@ -7,7 +7,7 @@ const COLUMN = 9;
 const AXIS = 18;
 
 export class Timeline {
-  // onPick(step number, request number or null) is called with what was clicked.
+  // Calls onPick(step number, request number or null) on a click.
   constructor(canvas, onPick) {
     this.canvas = canvas;
     this.rows = [];
