@@ -1,9 +1,9 @@
-"""How far bfloat16 and int8 are from float32: negative log-likelihood, KL divergence, agreement on the best token.
+"""Accuracy of bfloat16 and int8 against float32: negative log-likelihood, KL divergence, top-1 agreement.
 
     python bench/accuracy.py
 
-The text is prose of this project's docs, which no model has seen. float32 is the reference, in plain torch; the
-others run on the native kernels. Then greedy continuations side by side.
+The text is prose from this project's docs, which no model has seen. The reference is float32 in plain torch; the
+others run on the native kernels. Then prints greedy continuations side by side.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     text = "\n\n".join(path.read_text() for path in sorted((DOCS / "decisions").glob("00[1-6]*.md")))
     reference, continuations = None, {}
-    print(f"{'numbers':<20} {'NLL':>8} {'KL':>8} {'KL, worst':>9} {'top-1 agreement':>15}")
+    print(f"{'number format':<20} {'NLL':>8} {'KL':>8} {'KL, worst':>9} {'top-1 agreement':>15}")
     for kind, options in KINDS.items():
         llm = LLM(log_stats_interval_s=0, kv_cache_memory="256M", max_model_len=2048, **options)
         token_ids = llm.get_tokenizer().encode(text)[: args.tokens]

@@ -1,10 +1,10 @@
-"""How fast KV blocks move between the two tiers, by how their memory is laid out and copied.
+"""Bandwidth of KV block moves between the two tiers, by memory layout and method of copying.
 
     python bench/block_moves.py
 
-128 blocks of the embedded model (30 layers of 12 KiB each) from scattered places of one pool to the other, in turns:
-all layers of a block side by side, as in the native backend, or a pool for each layer; one block after the other, or
-gathered first. Figures are medians.
+Moves 128 blocks of the embedded model (30 layers of 12 KiB each) from scattered places of one pool to the other, in
+turns: with all layers of a block side by side, as in the native backend, or with one pool per layer; block by block,
+or gathered first. Figures are medians.
 """
 
 import argparse
@@ -29,8 +29,8 @@ WAYS = {"one by one": copy_blocks, "gathered": gathered}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--pool", type=int, default=2000, help="blocks of a pool")
-    parser.add_argument("--count", type=int, default=128, help="blocks to move")
+    parser.add_argument("--pool", type=int, default=2000, help="number of blocks in a pool")
+    parser.add_argument("--count", type=int, default=128, help="number of blocks to move")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     pairs = [(block, i) for i, block in enumerate(random.Random(0).sample(range(args.pool), args.count))]

@@ -2,7 +2,7 @@
 
     python bench/chart.py
 
-Measures nothing. Writes docs/images/decode.svg and decode-dark.svg; run it after the table has changed.
+Measures nothing. Writes docs/images/decode.svg and decode-dark.svg; run it after a change to the table.
 """
 
 from pathlib import Path

@@ -1,19 +1,19 @@
-"""Treadle and its peers on the same requests, model and machine, in turns, with a probe of the machine beside.
+"""Compares Treadle and its peers on the same requests, model and machine, in turns; also probes the machine.
 
-    python bench/compare.py                                   all workloads, whatever is installed
+    python bench/compare.py                                   all workloads, all installed engines
     python bench/compare.py --workloads a d --engines treadle-int8 openvino --rounds 5
 
 Each engine runs in its own process and environment (bench/README.md says how to install the peers) and is stopped
-while others have their turn. Every round has fresh prompts, the same for all. A figure is the median of the
-rounds; a ratio is taken round by round. Greedy, end-of-sequence ignored. Workloads:
+during the turns of the others. Every round has fresh prompts, the same for all engines. Figures are medians over the
+rounds; ratios are computed per round. Sampling is greedy and end-of-sequence is ignored. Workloads:
 
-    a  prompt 128, 64 new tokens, for 1, 8, 32 and 64 sequences: prefill and decode apart
+    a  prompt 128, 64 new tokens, for 1, 8, 32 and 64 sequences: prefill and decode separately
     b  128 requests of mixed lengths: prompt 16-512, output 16-256
-    c  32 requests that share a beginning of 512 tokens: 32 more of prompt, 64 new
-    d  16 sequences at context 1024, 64 new: prefill and decode apart
+    c  32 requests that share a prefix of 512 tokens: 32 more prompt tokens, 64 new tokens
+    d  16 sequences at context 1024, 64 new tokens: prefill and decode separately
     e  the first 64 requests of a public trace of conversations (Azure 2023), lengths divided by 4
 
-Prefill is timed as a run that asks for one token each; decode is what a longer run takes beyond that.
+Prefill is the time of a run that asks for one token per request; decode is the additional time of a longer run.
 """
 
 import argparse
@@ -44,11 +44,11 @@ ENGINES = {
     "vllm": ("vllm", "vllm", "safetensors", []),
     "transformers": (None, "transformers", "gguf", []),
 }
-"""Name → (environment under .peers, worker, model in which form, further arguments)."""
+"""Name → (environment under .peers, worker, format of the model, further arguments)."""
 
 
 class Engine:
-    """A worker process that is stopped but for its turns."""
+    """A worker process that is stopped except during its turns."""
 
     def __init__(self, name: str, peers: Path) -> None:
         environment, worker, form, arguments = ENGINES[name]
@@ -96,7 +96,7 @@ class Engine:
 
 
 class Prompts:
-    """Random token ids, other ones for each use."""
+    """Random token ids, different for each use."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -120,7 +120,7 @@ def trace_lengths(count: int) -> list[tuple[int, int]]:
 
 
 def workloads(letters: list[str], seed: int) -> list[tuple[str, list[list], bool]]:
-    """(name, requests, whether prefill and decode are told apart), with prompts of this seed."""
+    """(name, requests, whether prefill and decode are reported separately), with prompts of this seed."""
     prompts = Prompts(seed)
     found = []
     if "a" in letters:
@@ -144,7 +144,7 @@ def measure(engine: Engine, requests: list[list], apart: bool, warm: list[list] 
     if not apart:
         answer = engine.run(requests)
         return {"output": answer["num_tokens"] / answer["seconds"], "peak_mib": answer["peak_mib"]}
-    # Another prompt for each run: none finds the other's in a prefix cache.
+    # Different prompts for each run, so that no run hits the prefix cache of another.
     first = engine.run([[ids, 1] for ids, _ in warm])
     whole = engine.run(requests)
     prompt_tokens = sum(len(ids) for ids, _ in requests)
@@ -167,8 +167,12 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--workloads", nargs="+", default=list("abcde"), choices=list("abcde"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", type=Path, default=PEERS, help="folder of the peers' environments (%(default)s)")
-    parser.add_argument("--save", type=Path, default=HERE / "results", help="folder for the tables (%(default)s)")
+    parser.add_argument(
+        "--peers", type=Path, default=PEERS, help="folder of the peers' environments (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--save", type=Path, default=HERE / "results", help="folder for the tables (default: %(default)s)"
+    )
     args = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped workers would outlive us
@@ -179,7 +183,7 @@ def main() -> None:
             engines[name] = Engine(name, args.peers)
             print(f"{name}: {engines[name].title}", flush=True)
         except (FileNotFoundError, RuntimeError) as error:
-            print(f"{name}: left out ({error})", flush=True)
+            print(f"{name}: not available ({error})", flush=True)
     titles = {name: engine.title for name, engine in engines.items()}
     results: dict[str, dict[str, list[dict[str, float]]]] = {}
     probes = []
@@ -195,7 +199,7 @@ def main() -> None:
                     try:
                         figures = measure(engine, requests, apart, warm[i][1])
                     except (RuntimeError, BrokenPipeError) as error:
-                        print(f"{engine_name}: left out from here on ({error})", flush=True)
+                        print(f"{engine_name}: dropped from here on ({error})", flush=True)
                         engines.pop(engine_name).close()
                         continue
                     results.setdefault(name, {}).setdefault(engine_name, []).append(figures)
@@ -218,7 +222,7 @@ def main() -> None:
 
 
 def render(results: dict, titles: dict[str, str], machine: dict[str, list[float]]) -> str:
-    """A table of medians; beside each peer's, how many times faster Treadle is (int8 / bfloat16)."""
+    """A table of medians; each peer's figure is followed by Treadle's speed relative to it (int8 / bfloat16)."""
     ours = [name for name in titles if name.startswith("treadle")]
     lines = [
         "tokens/s; in brackets, how many times as fast " + " / ".join(ours) + " are",

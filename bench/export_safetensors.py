@@ -1,4 +1,4 @@
-"""Write the embedded model as a folder in Hugging Face's layout, bfloat16, for engines that read no GGUF.
+"""Write the embedded model as a folder in Hugging Face's layout, bfloat16, for engines that cannot read GGUF.
 
 python bench/export_safetensors.py .peers/smollm2-bf16
 """
@@ -21,7 +21,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     path = find_model(DEFAULT_MODEL)
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
-    # save_pretrained refuses what was read from a GGUF file.
+    # save_pretrained refuses a model that was read from a GGUF file.
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,11 +1,11 @@
-"""What the scheduler costs: microseconds per step for schedule + update, the runner excluded.
+"""Cost of the scheduler: microseconds per step for schedule + update, without the runner.
 
     python bench/scheduler.py                    steady decodes at 16 … 4096 sequences, prefills, a mixed trace
-    python bench/scheduler.py --peer mypkg.sched:make    another scheduler beside it, in turns
+    python bench/scheduler.py --peer mypkg.sched:make    compare with another scheduler, in turns
 
 Prefix caching is on, blocks hold 16 tokens, all features are compiled in. A peer is a function `make(num_seqs,
 prompt_len, max_tokens)` that returns an object with `step()`, one schedule + update with made-up tokens, whose
-sequences already decode. Runs alternate, so that both meet the same machine; figures are medians over steps.
+sequences already decode. Runs alternate, so that both see the same conditions; figures are medians over steps.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Steps(Protocol):
 
 
 class TreadleSteps:
-    """Treadle's scheduler with a runner that returns made-up tokens at once."""
+    """Treadle's scheduler with a runner that returns made-up tokens immediately."""
 
     def __init__(
         self, num_seqs: int, max_model_len: int, max_num_batched_tokens: int, num_blocks: int, headroom: int = 1
@@ -102,7 +102,7 @@ def bench_steady(sizes: list[int], count: int, peer: Callable[..., Steps] | None
     head = f"{'sequences':>10} {'median':>8} {'mean':>8} {'p99':>8} {'per seq':>8}"
     print(head + (f" {'peer':>10} {'peer / Treadle':>15}" if peer else ""))
     for size in sizes:
-        # Long enough that nobody ends: the first ones decode while the last prompts are computed.
+        # Long enough that no sequence ends: the first ones decode while the last prompts are computed.
         max_tokens = count + size // 32 + 20
         ours = steady(size, 128, max_tokens)
         other = peer(size, 128, max_tokens) if peer else None
@@ -149,7 +149,7 @@ def bench_mixed(count: int) -> None:
 
 
 def bench_pressed(sizes: list[int]) -> None:
-    print("\npool of 0.7 of what all need in the end, prompts of 128 to 143, 256 new tokens: µs per step")
+    print("\npool of 0.7 of the blocks that all need in the end, prompts of 128 to 143, 256 new tokens: µs per step")
     print(f"{'sequences':>10} {'calm':>8} {'preempting':>11} {'mean':>8} {'max':>8} {'steps':>6} {'ratio':>6}")
     for size in sizes:
         steps = TreadleSteps(size, 16 + 128 + 256, max(8192, size), int(0.7 * size * 25))
@@ -220,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--peer", metavar="MODULE:FUNCTION", help="another scheduler to put beside")
+    parser.add_argument("--peer", metavar="MODULE:FUNCTION", help="another scheduler to compare with")
     args = parser.parse_args()
     peer = None
     if args.peer:

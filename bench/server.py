@@ -1,11 +1,11 @@
-"""The server against the offline engine: the same requests, on the same cores, the client on them too.
+"""Compares the server with the offline engine: same requests, same cores, with the client on them too.
 
     python bench/server.py
 
 Offline: LLM.generate on all requests at once. Server: `treadle serve` in a process of its own, all requests as
-concurrent streams of a client in this one. In turns, fresh prompts each time. Reported: output tokens/s of both and
-their ratio; time between the chunks of a stream while all decode, beside the offline step of as many; how long
-/health takes meanwhile; seconds from the command to the first 200.
+concurrent streams of a client in this process. Runs alternate, with fresh prompts each time. Reports output tokens/s
+of both and their ratio; the time between chunks of a stream while all decode, and the offline step time for the same
+number of sequences; the latency of /health under load; the seconds from the command to the first 200.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from treadle.scheduler import StepOutputs, StepReport
 
 
 async def stream_all(url: str, jobs: list[Job]) -> tuple[list[Result], list[float]]:
-    """All jobs at once: what came of them, and how long /health took meanwhile."""
+    """Run all jobs at once; returns their results, and the latencies of /health meanwhile."""
     results: list[Result] = []
     healths: list[float] = []
 
@@ -52,7 +52,7 @@ async def stream_all(url: str, jobs: list[Job]) -> tuple[list[Result], list[floa
 
 
 def steady_gaps(results: list[Result]) -> list[float]:
-    """Times between chunks while all streams decode: no prompt is computed beside them, and none has ended."""
+    """Times between chunks while all streams decode: no prompt is being computed, and no stream has ended."""
     begin = max(result.tokens_at[0] for result in results)
     end = min(result.tokens_at[-1] for result in results)
     return [
@@ -64,7 +64,7 @@ def steady_gaps(results: list[Result]) -> list[float]:
 
 
 class StepTimes:
-    """Observes an engine: how long its steps of decodes only take."""
+    """An observer that times the decode-only steps of an engine."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -133,7 +133,7 @@ def main() -> None:
         )
     slow_step = percentile(step_times.times, 0.99)
     print(f"offline, a step of {args.streams} decodes: median {step * 1e3:.1f} ms, p99 {slow_step * 1e3:.1f} ms")
-    print(f"/health: median {statistics.median(healths) * 1e3:.1f} ms, most {max(healths) * 1e3:.1f} ms")
+    print(f"/health: median {statistics.median(healths) * 1e3:.1f} ms, max {max(healths) * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Seconds from the start of a process to an engine that is ready, and the memory it holds.
+"""Seconds from the start of a process to a ready engine, and its memory.
 
     python bench/start.py --quantization int8 --kv-cache-memory 256M
 
 Each measurement is a new process: Python, the import of torch, weights, kernels (compiled before), a first answer.
-"Resident" is what the process holds after 8 answers, "peak" the most it ever held; the KV pool counts where it
-has been touched, so it is filled first.
+"Resident" is the memory of the process after 8 answers, "peak" its maximum; only touched pages of the KV pool count,
+so the pool is filled first.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python bench/step_overhead.py
 
-Every call into the compiled library is timed; what is left of `LLM.generate`'s steps is Python's. Steady decodes,
+Times every call into the compiled library; the rest of the steps of `LLM.generate` is Python. Steady decodes,
 greedy or with sampling (temperature, top_p), on the embedded model; medians over the steps.
 """
 
@@ -14,7 +14,7 @@ from treadle import LLM, SamplingParams
 
 
 class Timed:
-    """A function that adds up its own time."""
+    """A function that accumulates its own run time."""
 
     def __init__(self, function):
         self._function = function

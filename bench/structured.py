@@ -1,9 +1,9 @@
-"""What structured outputs cost: the same requests with a form to keep and without, in turns.
+"""Cost of structured outputs: the same requests with and without a constraint, in turns.
 
     python bench/structured.py
 
-The forms: a regular expression over all printable characters, and a JSON schema of a list of objects. Answers are
-sampled, and of equal length. Reported: output tokens/s and their ratios.
+The constraints: a regular expression over all printable characters, and a JSON schema of a list of objects. Answers
+are sampled and of equal length. Reports output tokens/s and their ratios.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How often requests are thrown out of a pool that holds about three of 24 of them, with and without headroom.
+"""Preemptions in a pool that holds about three of 24 requests, with and without headroom.
 
     python bench/thrash.py
 

@@ -1,10 +1,10 @@
 """llama.cpp through llama-cpp-python's low-level interface. Argument: the GGUF file.
 
-Its server's loop in Python: each step decodes one token of every running sequence and fills the batch with
-prompts; a beginning that all prompts share is computed once and copied.
+The loop of its server in Python: each step decodes one token of every running sequence and fills the batch with
+prompts; a prefix that all prompts share is computed once and copied.
 """
 
-from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+from protocol import serve  # isort: skip (first: it keeps the output of engines out of the answers)
 
 import os
 import sys
@@ -31,7 +31,7 @@ batch = lib.llama_batch_init(BATCH, 0, 1)
 
 
 def decode(entries):
-    """Compute (token, position, sequence, whether logits are wanted); the best next tokens of those wanted."""
+    """Compute (token, position, sequence, whether logits are wanted) entries; returns the best next tokens."""
     for i, (token, position, seq, wanted) in enumerate(entries):
         batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
         batch.seq_id[i][0] = seq

@@ -1,6 +1,6 @@
 """OpenVINO GenAI's continuous batching, which reads the GGUF file itself. Argument: the file."""
 
-from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+from protocol import serve  # isort: skip (first: it keeps the output of engines out of the answers)
 
 import sys
 

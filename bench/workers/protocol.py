@@ -1,8 +1,8 @@
-"""What a worker of compare.py does: load an engine, then time batches that arrive on standard input.
+"""A worker of compare.py: loads an engine, then times batches that arrive on standard input.
 
 One JSON object per line. In: {"requests": [[prompt token ids, number of new tokens], …]}. Out: {"ready": …} once,
-then {"seconds": …, "num_tokens": …, "peak_mib": …} per line. Greedy, end-of-sequence ignored. No dependency
-beyond Python's own library, since it runs in every peer's environment.
+then {"seconds": …, "num_tokens": …, "peak_mib": …} per line. Sampling is greedy and end-of-sequence is
+ignored. Depends on the standard library only, because it runs in every peer's environment.
 """
 
 import json
@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 
-# What an engine prints, while it loads or later, must not get between the answers.
+# Keep the engine's own output out of the answers.
 _answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 

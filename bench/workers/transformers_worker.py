@@ -1,6 +1,6 @@
 """transformers' `generate` in bfloat16, in padded batches of up to 32 in the order given. Argument: the GGUF file."""
 
-from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+from protocol import serve  # isort: skip (first: it keeps the output of engines out of the answers)
 
 import sys
 from pathlib import Path

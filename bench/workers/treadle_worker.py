@@ -1,6 +1,6 @@
 """Treadle. Arguments: model, then options of LLM as name=value."""
 
-from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+from protocol import serve  # isort: skip (first: it keeps the output of engines out of the answers)
 
 import sys
 

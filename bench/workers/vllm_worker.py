@@ -1,6 +1,6 @@
 """vLLM's CPU build. Argument: a folder with the model as bfloat16 safetensors (export_safetensors.py)."""
 
-from protocol import serve  # isort: skip (first: it keeps what engines print away from the answers)
+from protocol import serve  # isort: skip (first: it keeps the output of engines out of the answers)
 
 import os
 import sys
