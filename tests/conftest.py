@@ -1,4 +1,4 @@
-"""Things that are dear to make and shared by many tests."""
+"""Expensive fixtures that many tests share."""
 
 import gc
 import os
@@ -44,7 +44,7 @@ def embedded_weights(embedded_model):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A model of three layers with random weights: its files, its weights in float32, and transformers' own of it."""
+    """A model of three layers with random weights: its files, its weights in float32, and transformers' model of it."""
     import torch
 
     from support.tiny import make_model
@@ -99,6 +99,6 @@ def oracle_tokenizer(embedded_path):
 
 @pytest.fixture(autouse=True)
 def _collect():
-    """Whatever a test forgot to close shows up in that test."""
+    """Collect garbage after each test, so that unclosed resources are reported in the test that left them."""
     yield
     gc.collect(0)

@@ -1,6 +1,6 @@
-"""On the native kernels no schedule changes a bit of an answer: tokens and log-probabilities are identical.
+"""On the native kernels outputs are bit-identical under every schedule: tokens and log-probabilities.
 
-One set of 24 requests, each first run alone and whole, then under every kind of schedule: a tiny model on every build
+One set of 24 requests, each first run alone with its prompt whole, then under every kind of schedule: a tiny model on every build
 that this machine runs, the embedded one on the best build.
 """
 
@@ -32,7 +32,7 @@ KINDS = [
 
 
 def make_requests(prompts):
-    """Greedy and seeded, with filters, penalties and several sequences; every third begins as the first ones do."""
+    """Greedy and seeded, with filters, penalties and several sequences; every third prompt shares a prefix."""
     common = {"ignore_eos": True, "logprobs": 3}
     return [
         (prompt, SamplingParams(max_tokens=10 + i % 3, seed=i, **common, **KINDS[i % len(KINDS)]))
@@ -46,7 +46,7 @@ def real_prompts(tokenizer):
 
 
 def bits(output):
-    """Everything that an answer says, with log-probabilities as their bits."""
+    """The whole answer, with log-probabilities as bits."""
     assert output.error is None
     return [
         (
@@ -76,7 +76,7 @@ class Numbers:
 
 
 class Path:
-    """A model on one build, with one kind of numbers, and what each of the requests gets alone."""
+    """A model on one build in one number format, and the answer to each request run alone."""
 
     def __init__(self, loaded: Any, prompts: list[list[int]], numbers: Numbers):
         self.loaded = loaded
@@ -103,7 +103,7 @@ class Path:
         assert self.run(self.requests, **options) == self.alone
 
     def check_in_a_small_pool(self, **options):
-        """All but the longest, in a pool that holds little more than one of them."""
+        """All requests but the longest, in a pool for little more than one of them."""
         got = self.run(
             self.requests[:23],
             max_num_batched_tokens=96,

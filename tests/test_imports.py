@@ -1,4 +1,4 @@
-"""Who may import whom, and what loads without torch."""
+"""Import directions between packages, and packages that load without torch."""
 
 import ast
 import subprocess
@@ -92,7 +92,7 @@ def test_loads_with_torch_blocked(module):
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
 
 
-def test_what_is_promised_is_there():
+def test_public_names_exist():
     for name in treadle.__all__:
         assert getattr(treadle, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -1,4 +1,4 @@
-"""A pool for about three of 24 requests: whatever is swapped, copied or computed again, the tokens are those of an
+"""A pool for about three of 24 requests: despite swaps, copies and recomputes, the tokens are those of an
 unconstrained run, and the log-probabilities too."""
 
 import pytest
@@ -47,7 +47,7 @@ def free(tiny):
     return wanted, outputs
 
 
-@pytest.mark.parametrize("mode", ["auto", "recompute"])  # auto swaps what has several sequences
+@pytest.mark.parametrize("mode", ["auto", "recompute"])  # auto swaps requests with several sequences
 def test_same_answers_under_pressure(mode, free, tiny):
     wanted, expected = free
     outputs, engine = run(tiny, wanted, num_blocks=14, num_host_blocks=40, preemption_mode=mode, admission_headroom=0)

@@ -1,4 +1,4 @@
-"""Whatever the scheduler does, every request's tokens stay the same (float32 in torch; ties may fall either way).
+"""Under every schedule a request's tokens stay the same (float32 in torch; ties may fall either way).
 
 test_bitwise has more schedules, on the native kernels and to the bit.
 """
@@ -19,7 +19,7 @@ PAIRS = [("chunked", True), ("phased", False)]
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Each prompt run by itself, whole."""
+    """Each prompt run alone, whole."""
     prompts = make_prompts(LENGTHS)
     engine = TestEngine(tiny.loaded, tiny.weights, enable_prefix_caching=False, max_num_batched_tokens=2048)
     return prompts, [engine.generate([prompt], GREEDY)[0] for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Structured outputs of whole engines: forms are kept, schedules change nothing, failures stay alone."""
+"""Structured outputs of whole engines: constraints hold, schedules change nothing, failures stay isolated."""
 
 import json
 import re
@@ -78,7 +78,7 @@ def run(engine, n=1, **options):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_forms_are_kept_and_no_schedule_changes_them(engine, n):
+def test_constraints_hold_and_no_schedule_changes_the_output(engine, n):
     calm = run(engine(num_blocks=1000, max_num_seqs=64), n)
     kept = 0
     for name, output in calm.items():
@@ -99,7 +99,7 @@ def test_forms_are_kept_and_no_schedule_changes_them(engine, n):
             assert [o.token_ids for o in results[name].outputs] == [o.token_ids for o in output.outputs]
 
 
-def test_beams_keep_the_form(engine):
+def test_beams_respect_the_constraint(engine):
     own = engine()
     own.add("beams", "A person: ", params(FORMS[0], 0, n=3, use_beam_search=True, temperature=0.0))
     outputs = own.run()["beams"].outputs
@@ -107,8 +107,8 @@ def test_beams_keep_the_form(engine):
     assert all(keeps(FORMS[0], output.text) for output in outputs)
 
 
-def test_what_else_the_request_asks_for_holds(engine):
-    """Log-probabilities are the model's own; min_tokens gives way to a complete text; a stop string still stops."""
+def test_other_parameters_still_hold(engine):
+    """Log-probabilities are the model's own; a complete text overrides min_tokens; a stop string still stops."""
     own = engine()
     own.add("plain", "Answer: ", SamplingParams(temperature=0.0, max_tokens=1, logprobs=5))
     own.add("logprobs", "Answer: ", params({"choice": ["zebra"]}, 0, logprobs=5))
@@ -144,7 +144,7 @@ def test_a_grammar_that_gets_too_complex_ends_its_request_only(engine, embedded_
         assert all(output.finish_reason == "error" for output in results[f"bad {n}"].outputs)
 
 
-def test_what_does_not_go_together_is_refused():
+def test_incompatible_parameters_are_refused():
     for name, value in (("ignore_eos", True), ("allowed_token_ids", [1, 2])):
         with pytest.raises(InvalidRequestError, match=name):
             SamplingParams(structured_outputs={"regex": "a"}, **{name: value})

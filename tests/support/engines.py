@@ -1,4 +1,4 @@
-"""Builds engines around weights that are already loaded, so that many schedules cost no loading."""
+"""Builds engines around loaded weights, so that many schedules need only one load."""
 
 import torch
 
@@ -120,7 +120,7 @@ def make_runner(
 
 
 def make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads):
-    """A backend whose unwritten KV is filled with NaN: what was never written must not matter."""
+    """A backend whose unwritten KV is filled with NaN: unwritten memory must not matter."""
     shape = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks, "block_size": block_size}
     if isinstance(model, NativeModel):
         storage = NativeKVStorage(model, **shape, int8=int8_kv)

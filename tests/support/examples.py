@@ -1,4 +1,4 @@
-"""How many random examples a test looks at: a few at hand, all of them where TREADLE_TEST_EXAMPLES=all (as CI does)."""
+"""How many random examples a test runs: a few by default, all of them with TREADLE_TEST_EXAMPLES=all (as in CI)."""
 
 import os
 from typing import Any

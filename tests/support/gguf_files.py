@@ -1,4 +1,4 @@
-"""Writes small GGUF files, with the model that they hold in transformers' hands."""
+"""Writes small GGUF files, and transformers' model of the same weights."""
 
 import gguf
 import numpy as np
