@@ -35,7 +35,7 @@ test: $(READY)
 # The kernels read and write nothing outside their buffers.
 sanitize: $(READY)
 	TREADLE_TEST_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
-		$(BIN)/pytest -q -p no:cacheprovider tests/kernels/test_cpu_kernels.py tests/models/test_native.py tests/runner
+		$(BIN)/pytest -q -p no:cacheprovider tests/backends tests/runner
 
 lint: $(READY)
 	$(BIN)/ruff format --check src tests bench docs

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from treadle.runner.block_tiers import copy_blocks
+from treadle.backends.block_tiers import copy_blocks
 
 LAYERS, LAYER_BYTES = 30, 12288
 

@@ -31,9 +31,9 @@ def embedded_weights(embedded_model):
     """The embedded model in float32, shared by every engine that the tests build around it."""
     import torch
 
-    from treadle.models.llama import LlamaModel
+    from treadle.backends.torch.model import TorchModel
 
-    return LlamaModel(
+    return TorchModel(
         embedded_model.config,
         embedded_model.weights,
         dtype=torch.float32,
@@ -48,13 +48,13 @@ def tiny(tmp_path_factory):
     import torch
 
     from support.tiny import make_model
-    from treadle.models.llama import LlamaModel
+    from treadle.backends.torch.model import TorchModel
     from treadle.models.registry import load_path
 
     folder = tmp_path_factory.mktemp("tiny")
     oracle = make_model("tiny", folder)
     loaded = load_path(folder)
-    weights = LlamaModel(
+    weights = TorchModel(
         loaded.config, loaded.weights, dtype=torch.float32, device=torch.device("cpu"), max_model_len=4096
     )
     return Tiny(loaded, weights, oracle, folder)

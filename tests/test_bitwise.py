@@ -16,7 +16,7 @@ from support.native import RUNNABLE, native_library
 from support.real_prompts import CODE, STORY
 from support.tiny import make_prompts
 from treadle import SamplingParams
-from treadle.models.native import NativeModel
+from treadle.backends.cpu.model import NativeModel
 
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
 

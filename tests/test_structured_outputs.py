@@ -9,8 +9,8 @@ import pytest
 from support.engines import TestEngine
 from support.native import native_library
 from treadle import SamplingParams
+from treadle.backends.cpu.model import NativeModel
 from treadle.errors import InvalidRequestError
-from treadle.models.native import NativeModel
 from treadle.text.grammar import Grammar
 
 pytestmark = pytest.mark.slow

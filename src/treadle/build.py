@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from treadle.backends import BackendSettings, choose_backend
 from treadle.clock import SystemClock
-from treadle.compute import Compute, choose_compute
 from treadle.config import CacheConfig, RequestLimits
 from treadle.engine import Engine
 from treadle.engine.observers import Observer, StatsLogger
@@ -18,15 +18,9 @@ from treadle.engine.recorder import StepRecorder
 from treadle.engine_config import EngineConfig, parse_memory_size, parse_swap_space
 from treadle.errors import ConfigError
 from treadle.memory import available_bytes
-from treadle.models.llama import LlamaModel
-from treadle.models.loaders import LoadedModel
-from treadle.models.native import NativeModel
 from treadle.models.registry import load_model
 from treadle.models.spec import ModelSpec
-from treadle.runner import KVStorage, ModelRunner
-from treadle.runner.backend import Backend
-from treadle.runner.native_backend import NativeBackend, NativeKVStorage
-from treadle.runner.torch_backend import TorchBackend
+from treadle.runner import ModelRunner
 from treadle.scheduler import Scheduler
 from treadle.text import ChatTemplate, Tokenizer
 from treadle.text.input_processor import InputProcessor
@@ -78,13 +72,19 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     start = time.monotonic()
     loaded = load_model(config.model)
     model_config = loaded.config
-    compute = choose_compute(config, model_config)
-    if compute.library is None and config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     max_model_len, reason = _max_model_len(config, model_config)
-    model = _load_weights(loaded, compute, max_model_len, on_progress)
-    block_bytes = compute.block_bytes(model_config, config.block_size)
-    cache_config = _cache_config(config, max_model_len, block_bytes, compute.device)
+    settings = BackendSettings(
+        device=config.device,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        cpu_kernels=config.cpu_kernels,
+        num_threads=config.num_threads,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+    )
+    backend = choose_backend(model_config, settings).open(model_config, loaded.weights, settings, on_progress)
+    cache_config = _cache_config(config, max_model_len, backend.block_bytes, backend.device)
     if max_model_len > cache_config.num_slots:
         reason = (
             f"the KV pool of {cache_config.num_blocks} blocks holds {cache_config.num_slots} tokens; "
@@ -107,8 +107,9 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         max_model_len_reason=reason,
     )
     input_processor = InputProcessor(loaded.tokenizer, limits, loaded.eos_token_ids)
+    backend.allocate(cache_config.num_blocks, cache_config.num_host_blocks)
     runner = ModelRunner(
-        _backend(model, cache_config, compute),
+        backend,
         max_num_seqs=scheduler_config.max_num_seqs,
         max_model_len=max_model_len,
         find_grammar=input_processor.grammars.find,
@@ -122,12 +123,12 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         config.check_invariants,
     )
     load_time_s = time.monotonic() - start
-    logger.info("%s: %s, %s, ready in %.1f s", config.model, model_config.architecture, compute, load_time_s)
+    logger.info("%s: %s, %s, ready in %.1f s", config.model, model_config.architecture, backend, load_time_s)
     logger.info(
         "KV pool: %d blocks of %d = %d tokens (%.0f MiB), room for %.1f requests of max_model_len %d; "
         "%d host blocks to swap to; at most %d sequences, %d tokens a step, scheduler %s, order %s",
         cache_config.num_blocks, cache_config.block_size, cache_config.num_slots,
-        cache_config.num_blocks * block_bytes / 2**20,
+        cache_config.num_blocks * backend.block_bytes / 2**20,
         cache_config.num_slots / max_model_len, max_model_len, cache_config.num_host_blocks,
         scheduler_config.max_num_seqs, scheduler_config.max_num_batched_tokens, scheduler_config.policy,
         scheduler_config.order,
@@ -142,50 +143,6 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         cache_config=cache_config,
         load_time_s=load_time_s,
     )
-
-
-def _load_weights(
-    loaded: LoadedModel, compute: Compute, max_model_len: int, on_progress: Callable[[float], None]
-) -> LlamaModel | NativeModel:
-    if compute.library is not None:
-        return NativeModel(
-            loaded.config,
-            loaded.weights,
-            library=compute.library,
-            int8=compute.int8_weights,
-            max_model_len=max_model_len,
-            on_progress=on_progress,
-        )
-    return LlamaModel(
-        loaded.config,
-        loaded.weights,
-        dtype=compute.dtype,
-        device=compute.device,
-        max_model_len=max_model_len,
-        int8=compute.int8_weights,
-        on_progress=on_progress,
-    )
-
-
-def _backend(model: LlamaModel | NativeModel, cache: CacheConfig, compute: Compute) -> Backend:
-    if isinstance(model, NativeModel):
-        pool = NativeKVStorage(
-            model,
-            num_blocks=cache.num_blocks,
-            num_host_blocks=cache.num_host_blocks,
-            block_size=cache.block_size,
-            int8=compute.int8_kv,
-        )
-        return NativeBackend(model, pool, threads=compute.num_threads)
-    storage = KVStorage(
-        model.config,
-        num_blocks=cache.num_blocks,
-        num_host_blocks=cache.num_host_blocks,
-        block_size=cache.block_size,
-        dtype=compute.dtype,
-        device=compute.device,
-    )
-    return TorchBackend(model, storage, int8_kv=compute.int8_kv)
 
 
 def _max_model_len(config: EngineConfig, model: ModelSpec) -> tuple[int, str]:

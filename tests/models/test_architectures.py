@@ -9,14 +9,14 @@ from support.engines import TestEngine, logits_of
 from support.oracles import assert_greedy, reference_logits
 from support.tiny import CASES, VOCAB, make_model
 from treadle import SamplingParams
+from treadle.backends.torch.model import TorchModel
 from treadle.errors import ModelLoadError, UnsupportedModelError
-from treadle.models.llama import LlamaModel
 from treadle.models.registry import load_model
 
 
 def load(folder, dtype=torch.float32):
     loaded = load_model(str(folder))
-    model = LlamaModel(loaded.config, loaded.weights, dtype=dtype, device=torch.device("cpu"), max_model_len=512)
+    model = TorchModel(loaded.config, loaded.weights, dtype=dtype, device=torch.device("cpu"), max_model_len=512)
     return loaded, model
 
 

@@ -8,8 +8,8 @@ import torch
 from support.gguf_files import write_llama_gguf
 from support.oracles import reference_logits
 from test_oracle import logits_of
+from treadle.backends.torch.model import TorchModel
 from treadle.errors import ModelLoadError, UnsupportedModelError
-from treadle.models.llama import LlamaModel
 from treadle.models.loaders.gguf import SUPPORTED_TYPES
 from treadle.models.loaders.gguf_file import GGUFFile
 from treadle.models.registry import load_model
@@ -17,7 +17,7 @@ from treadle.models.registry import load_model
 
 def load_weights(path):
     loaded = load_model(str(path))
-    model = LlamaModel(
+    model = TorchModel(
         loaded.config, loaded.weights, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64
     )
     return loaded, model

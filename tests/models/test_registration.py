@@ -13,11 +13,11 @@ from support.native import RUNNABLE, native_library
 from support.oracles import assert_greedy, reference_logits
 from support.tiny import SIZES, make_model, write_tokenizer
 from treadle import SamplingParams
+from treadle.backends.cpu.model import NativeModel
+from treadle.backends.torch.model import TorchModel
 from treadle.cli.main import main
 from treadle.errors import ModelLoadError, UnsupportedModelError
 from treadle.models.architectures import all_architectures
-from treadle.models.llama import LlamaModel
-from treadle.models.native import NativeModel
 from treadle.models.registry import load_model
 
 DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -89,7 +89,7 @@ def save_as_llama(model, folder):
 
 
 def torch_model(loaded):
-    return LlamaModel(
+    return TorchModel(
         loaded.config, loaded.weights, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512
     )
 

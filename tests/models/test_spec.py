@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from support.native import RUNNABLE, native_library
+from treadle.backends.cpu.model import NativeModel, why_not_native
 from treadle.errors import ModelLoadError, UnsupportedModelError
 from treadle.models import (
     AttentionSpec,
     LayerSpec,
-    LlamaModel,
     MLPSpec,
     ModelSpec,
     NormSpec,
     RopeConfig,
+    TorchModel,
     repeat_layer,
     spec_from_huggingface,
     with_sliding_windows,
 )
-from treadle.models.native import NativeModel, why_not_native
 
 LAYER = LayerSpec(
     norm=NormSpec(eps=1e-5),
@@ -53,7 +53,7 @@ class NoWeights:
 
 
 def torch_pass(spec):
-    return LlamaModel(spec, NoWeights(), dtype=torch.float32, device=torch.device("cpu"), max_model_len=16)
+    return TorchModel(spec, NoWeights(), dtype=torch.float32, device=torch.device("cpu"), max_model_len=16)
 
 
 def native_pass(spec):

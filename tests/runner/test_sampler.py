@@ -10,11 +10,11 @@ from hypothesis import given
 
 from support.examples import examples
 from support.native import native_library
-from treadle.runner.native_sampling import NativeSampling
+from treadle.backends.cpu.sampling import NativeSampling
+from treadle.backends.torch.sampling import TorchSampling, filter_logits
 from treadle.runner.noise import uniform
 from treadle.runner.row_table import RowTable
 from treadle.runner.sampler import Sampler, StepLogits
-from treadle.runner.torch_sampling import TorchSampling, filter_logits
 from treadle.sampling_params import SamplingParams
 from treadle.scheduler import NewRow, StepPlan
 

@@ -57,7 +57,7 @@ class ChildRunner:
 def main():
     from support.engines import make_runner
     from support.native import native_library
-    from treadle.models.native import NativeModel
+    from treadle.backends.cpu.model import NativeModel
     from treadle.models.registry import load_path
     from treadle.scheduler import StepPlan
 

@@ -3,13 +3,13 @@
 import torch
 
 from treadle import SamplingParams
+from treadle.backends.cpu.backend import CPUBackend
+from treadle.backends.cpu.model import NativeModel
+from treadle.backends.torch.backend import TorchBackend
 from treadle.clock import SystemClock
 from treadle.config import CacheConfig, RequestLimits, SchedulerConfig
 from treadle.engine import Engine
-from treadle.models.native import NativeModel
-from treadle.runner import KVStorage, ModelRunner
-from treadle.runner.native_backend import NativeBackend, NativeKVStorage
-from treadle.runner.torch_backend import TorchBackend
+from treadle.runner import ModelRunner
 from treadle.scheduler import Scheduler
 from treadle.text.grammar import GrammarCompiler
 from treadle.text.input_processor import InputProcessor, RequestOptions
@@ -120,16 +120,17 @@ def make_runner(
 
 
 def make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads):
-    """A backend whose unwritten KV is filled with NaN: unwritten memory must not matter."""
-    shape = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks, "block_size": block_size}
+    """A backend whose unwritten KV is filled with NaN: what was never written must not matter."""
     if isinstance(model, NativeModel):
-        storage = NativeKVStorage(model, **shape, int8=int8_kv)
-        storage.pool.fill_(0xFF)  # NaN as bfloat16 and as float
-        return NativeBackend(model, storage, threads=threads)
-    storage = KVStorage(model.config, **shape, dtype=model.dtype, device=model.device)
-    storage.keys.fill_(float("nan"))
-    storage.values.fill_(float("nan"))
-    return TorchBackend(model, storage, int8_kv=int8_kv)
+        backend = CPUBackend(model, block_size=block_size, int8_kv=int8_kv, threads=threads)
+        backend.allocate(num_blocks, num_host_blocks)
+        backend.pool.fill_(0xFF)  # NaN as bfloat16 and as float
+        return backend
+    backend = TorchBackend(model, block_size=block_size, int8_kv=int8_kv)
+    backend.allocate(num_blocks, num_host_blocks)
+    backend.storage.keys.fill_(float("nan"))
+    backend.storage.values.fill_(float("nan"))
+    return backend
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from treadle.kernels.cpu import BUILDS, best_build, load_library, missing_features
+from treadle.backends.cpu import BUILDS, best_build, load_library, missing_features
 
 RUNNABLE = [build for build in BUILDS if not missing_features(build)]
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g")

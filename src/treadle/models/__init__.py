@@ -1,9 +1,8 @@
-"""Finds models, reads their weights and computes them. Needs torch."""
+"""Finds models, reads what they are made of and their weights. Needs torch."""
 
 from treadle.models.architecture import Architecture, CheckpointFormat, WeightMap
 from treadle.models.gguf_metadata import GGUF_NAMES, GGUFMetadata, spec_from_gguf
 from treadle.models.huggingface_config import rope_from_huggingface, spec_from_huggingface, with_sliding_windows
-from treadle.models.llama import LlamaModel
 from treadle.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeConfig, repeat_layer
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "CheckpointFormat",
     "GGUFMetadata",
     "LayerSpec",
-    "LlamaModel",
     "MLPSpec",
     "ModelSpec",
     "NormSpec",

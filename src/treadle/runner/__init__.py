@@ -1,7 +1,6 @@
-"""Runs a StepPlan on a model: forward pass by torch or the native kernels, KV memory, sampling."""
+"""Runs a StepPlan on a backend: rows, flattening, sampling. Knows of sequences only what plans tell."""
 
-from treadle.runner.kv_storage import KVStorage
 from treadle.runner.model_runner import ModelRunner
 from treadle.runner.sampler import Sampler
 
-__all__ = ["KVStorage", "ModelRunner", "Sampler"]
+__all__ = ["ModelRunner", "Sampler"]

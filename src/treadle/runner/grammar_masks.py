@@ -7,7 +7,8 @@ import torch
 from llguidance import LLExecutor
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from treadle.runner.row_table import IntArray, RowTable
+from treadle.backends.inputs import IntArray
+from treadle.runner.row_table import RowTable
 from treadle.text.grammar import Grammar, Matcher
 
 

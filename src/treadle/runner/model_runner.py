@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from treadle.runner.backend import Backend
-from treadle.runner.row_table import IntArray, RowTable
+from treadle.backends.inputs import IntArray, StepInputs
+from treadle.backends.protocol import Backend
+from treadle.runner.row_table import RowTable
 from treadle.runner.sampler import Sampler
-from treadle.runner.step_inputs import StepInputs, flatten
+from treadle.runner.step_inputs import flatten
 from treadle.scheduler.plan import StepPlan, StepResult, TokenLogprobs
 from treadle.text.grammar import Grammar
 

@@ -6,76 +6,19 @@ What only some rows ask for is done for those rows only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from treadle.backends.inputs import IntArray
+from treadle.backends.protocol import SamplingKernels, StepLogits
 from treadle.runner.grammar_masks import GrammarMasks
 from treadle.runner.noise import uniform
-from treadle.runner.row_table import IntArray, RowTable
+from treadle.runner.row_table import RowTable
 from treadle.scheduler.plan import TokenLogprobs
 from treadle.text.grammar import Grammar
 
 LOGIT_BIAS_LIMIT = 100.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepLogits:
-    """What the model says about the next token at some places of a step.
-
-    Attributes:
-        values: float32 [m, V], logits of the places that were wanted.
-        place: int32 [n], row of `values` for each place asked about, -1 where logits were not wanted.
-        best: int32 [n], the most likely token of each place.
-    """
-
-    values: torch.Tensor
-    place: IntArray
-    best: IntArray
-
-
-class SamplingKernels(Protocol):
-    """What the sampler does to whole rows of logits. `place` says which row of `values` each entry has."""
-
-    def draw(
-        self,
-        values: torch.Tensor,
-        place: IntArray,
-        table: RowTable,
-        rows: IntArray,
-        noise: npt.NDArray[np.float64],
-    ) -> IntArray:
-        """A token for each entry: int32 [n].
-
-        A greedy row takes the most likely one. For the others the draw inverts the cumulative distribution
-        over token ids, so that equal logits and equal noise give an equal token.
-
-        Args:
-            values: float32 [.., V].
-            place: int32 [n].
-            table, rows: whose parameters hold, int32 [n].
-            noise: float64 [n], in [0, 1).
-        """
-        ...
-
-    def report(
-        self, values: torch.Tensor, place: IntArray, token_ids: IntArray, num_top: IntArray
-    ) -> list[TokenLogprobs]:
-        """Log-probability and rank of a token, and the most likely ones, for each entry.
-
-        Args:
-            values: float32 [.., V].
-            place, token_ids: int32 [n].
-            num_top: int32 [n], how many of the most likely tokens.
-        """
-        ...
-
-    def penalize(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
-        """Apply the rows' repetition, presence and frequency penalties to their logits, in place."""
-        ...
 
 
 class Sampler:

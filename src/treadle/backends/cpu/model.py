@@ -1,7 +1,7 @@
 """The forward pass on the native CPU kernels: weights packed for them, bfloat16 or int8.
 
-It interprets a ModelSpec and knows no architecture. The computation itself is in kernels/cpu/csrc/step.h;
-models/llama.py is its plain torch twin.
+It interprets a ModelSpec and knows no architecture. The computation itself is in backends/cpu/csrc/step.h;
+backends/torch/model.py is its plain torch twin.
 """
 
 import ctypes
@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.errors import UnsupportedModelError
-from treadle.kernels.cpu.arena import ALIGNMENT, Arena, round_up
-from treadle.kernels.cpu.library import (
+from treadle.backends.cpu.arena import ALIGNMENT, Arena, round_up
+from treadle.backends.cpu.library import (
     GROUP,
     MAX_GROUP_SIZE,
     MAX_HEAD_DIM,
@@ -28,6 +27,7 @@ from treadle.kernels.cpu.library import (
     WeightsStruct,
     pointer,
 )
+from treadle.errors import UnsupportedModelError
 from treadle.models.loaders.base import WeightSource
 from treadle.models.rope import rotary_tables
 from treadle.models.spec import (
@@ -103,7 +103,7 @@ class NativeModel:
             raise UnsupportedModelError(reason)
         self.config = config
         self.library = library
-        self._int8 = int8
+        self.int8 = int8
         self._weights = weights
         self._arena = Arena(self._num_bytes())
         self._kept: list[FloatArray] = []  # what the structures point to, outside the arena
@@ -141,8 +141,8 @@ class NativeModel:
             (2 * round_up(inter, GROUP), c.hidden_size), (c.hidden_size, inter),
         ]  # fmt: skip
         size = self.library.weight_bytes
-        total = c.num_hidden_layers * sum(size(n, k, int8=self._int8) for n, k in of_layer)
-        total += size(c.vocab_size, c.hidden_size, int8=self._int8)
+        total = c.num_hidden_layers * sum(size(n, k, int8=self.int8) for n, k in of_layer)
+        total += size(c.vocab_size, c.hidden_size, int8=self.int8)
         if not c.tie_word_embeddings:
             total += round_up(c.vocab_size * c.hidden_size * 2, ALIGNMENT)
         return total
@@ -209,8 +209,8 @@ class NativeModel:
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Structure:
         n, k = round_up(weight.shape[0], PANEL), round_up(weight.shape[1], GROUP)
-        data = self._arena.take(n * k * (1 if self._int8 else 2))
-        scales = self._arena.take(n * 4).view(np.float32) if self._int8 else None
+        data = self._arena.take(n * k * (1 if self.int8 else 2))
+        scales = self._arena.take(n * 4).view(np.float32) if self.int8 else None
         self.library.pack(weight.contiguous().numpy(), data, scales)
         bias_at = None if bias is None else self._padded(bias, n)
         return WeightsStruct(pointer(data), pointer(scales), bias_at, n, k)

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.kernels.cpu.library import DrawsStruct, Library, PenaltiesStruct, ReportsStruct, pointer
-from treadle.runner.row_table import IntArray, RowTable
+from treadle.backends.cpu.library import DrawsStruct, Library, PenaltiesStruct, ReportsStruct, pointer
+from treadle.backends.inputs import IntArray, Rows
 from treadle.scheduler.plan import TokenLogprobs
 
 
@@ -27,7 +27,7 @@ class NativeSampling:
         self,
         values: torch.Tensor,
         place: IntArray,
-        table: RowTable,
+        table: Rows,
         rows: IntArray,
         noise: npt.NDArray[np.float64],
     ) -> IntArray:
@@ -58,7 +58,7 @@ class NativeSampling:
             for token_id, logprob, rank, n, ids, top in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
-    def penalize(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
+    def penalize(self, values: torch.Tensor, place: IntArray, table: Rows, rows: IntArray) -> None:
         """Apply the rows' penalties to their logits, in place."""
         sampling = table.sampling
         arrays = (

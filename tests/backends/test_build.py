@@ -9,10 +9,10 @@ import pytest
 
 from support.native import RUNNABLE
 from treadle import LLM, SamplingParams
+from treadle.backends.cpu import BUILDS, KernelBuildError, build, library
+from treadle.backends.cpu.build import best_build, library_path, missing_features
 from treadle.engine_config import CPU_KERNELS
 from treadle.errors import ConfigError
-from treadle.kernels.cpu import BUILDS, KernelBuildError, build, library
-from treadle.kernels.cpu.build import best_build, library_path, missing_features
 
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
 
@@ -55,7 +55,7 @@ def test_compiled_once_and_again_when_stale(cache, monkeypatch, tmp_path, caplog
 
 
 def test_two_processes_at_once(cache):
-    code = "from treadle.kernels.cpu.build import library_path; print(library_path('avx2', ('-O0',)))"
+    code = "from treadle.backends.cpu.build import library_path; print(library_path('avx2', ('-O0',)))"
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ)
         for _ in range(3)

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from treadle.backends.torch import reference as kernels
 from treadle.errors import UnsupportedModelError
-from treadle.kernels import reference as kernels
 from treadle.models.loaders.base import WeightSource
 from treadle.models.rope import rotary_tables
 from treadle.models.spec import LayerSpec, ModelSpec, unsupported_property
@@ -64,7 +64,7 @@ class _Layer:
     down: _Linear  # [E, I]
 
 
-class LlamaModel:
+class TorchModel:
     """Weights and forward pass.
 
     Args:
@@ -100,7 +100,7 @@ class LlamaModel:
         self.dtype = dtype
         self.device = device
         self._weights = weights
-        self._int8 = int8
+        self.int8 = int8
         self._embedding = self._get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._layers = []
         for i, layer in enumerate(config.layers):
@@ -189,11 +189,11 @@ class LlamaModel:
         bias = None
         if has_bias:
             bias = torch.cat([self._get(f"{name}.bias", out) for name, out in parts.items()])
-        return _Linear(weight, bias, self._int8)
+        return _Linear(weight, bias, self.int8)
 
     def _round(self, weight: torch.Tensor) -> torch.Tensor:
         """[out, in], with one scale per output channel under int8."""
-        return kernels.round_to_int8(weight, weight.shape[-1]) if self._int8 else weight
+        return kernels.round_to_int8(weight, weight.shape[-1]) if self.int8 else weight
 
     def _get(self, name: str, *shape: int) -> torch.Tensor:
         return self._weights.get(name, shape, self.dtype).to(self.device)

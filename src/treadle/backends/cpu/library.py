@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treadle.kernels.cpu.arena import round_up
-from treadle.kernels.cpu.build import library_path
+from treadle.backends.cpu.arena import round_up
+from treadle.backends.cpu.build import library_path
 
 PANEL = 32
 GROUP = 64

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.runner.step_inputs import StepInputs
+from treadle.backends.inputs import StepInputs
 
 LongArray = npt.NDArray[np.int64]
 

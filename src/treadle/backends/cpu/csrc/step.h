@@ -12,7 +12,7 @@ namespace treadle {
 
 extern "C" {
 
-// Mirrored by treadle.kernels.cpu.library; sizes of the model, not padded unless said.
+// Mirrored by treadle.backends.cpu.library; sizes of the model, not padded unless said.
 struct Layer {
   const float* input_norm;  // [padded hidden]
   Weights qkv;

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.runner.row_table import IntArray, RowTable
+from treadle.backends.inputs import IntArray, Rows
 from treadle.scheduler.plan import TokenLogprobs
 
 CANDIDATES = 1024
@@ -19,7 +19,7 @@ class TorchSampling:
         self,
         values: torch.Tensor,
         place: IntArray,
-        table: RowTable,
+        table: Rows,
         rows: IntArray,
         noise: npt.NDArray[np.float64],
     ) -> IntArray:
@@ -45,7 +45,7 @@ class TorchSampling:
         return [_token_logprobs(logprobs[i], int(token_ids[i]), int(num_top[i])) for i in range(len(place))]
 
     @torch.inference_mode()
-    def penalize(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
+    def penalize(self, values: torch.Tensor, place: IntArray, table: Rows, rows: IntArray) -> None:
         """Apply the rows' penalties to their logits, in place."""
         for i, row in enumerate(rows.tolist()):
             _penalize(values[place[i]], table, row)
@@ -74,7 +74,7 @@ def _token_logprobs(logprobs: torch.Tensor, token_id: int, num_top: int) -> Toke
     )
 
 
-def _penalize(logits: torch.Tensor, table: RowTable, row: int) -> None:
+def _penalize(logits: torch.Tensor, table: Rows, row: int) -> None:
     """Apply one row's penalties to its logits, float32 [V], in place.
 
     Repetition: over prompt and output, a positive logit is divided, a negative one multiplied (Keskar et al.
@@ -94,7 +94,7 @@ def _penalize(logits: torch.Tensor, table: RowTable, row: int) -> None:
         logits[_index(ids, logits)] -= torch.from_numpy(penalty.astype(np.float32)).to(logits.device)
 
 
-def _draw(logits: torch.Tensor, table: RowTable, rows: IntArray, noise: npt.NDArray[np.float64]) -> IntArray:
+def _draw(logits: torch.Tensor, table: Rows, rows: IntArray, noise: npt.NDArray[np.float64]) -> IntArray:
     """Draw one token per row: float32 [n, V], float64 [n] → int32 [n]."""
     sampling = table.sampling
     temperature = torch.from_numpy(sampling.temperature[rows]).to(logits.device)

@@ -3,14 +3,13 @@
 import numpy as np
 import torch
 
-from treadle.kernels import reference as kernels
-from treadle.models.llama import LlamaModel
-from treadle.runner.batch_inputs import BatchInputs, make_batch_inputs
-from treadle.runner.kv_storage import KVStorage
-from treadle.runner.row_table import IntArray
-from treadle.runner.sampler import SamplingKernels, StepLogits
-from treadle.runner.step_inputs import StepInputs
-from treadle.runner.torch_sampling import TorchSampling
+from treadle.backends.inputs import IntArray, StepInputs
+from treadle.backends.protocol import SamplingKernels, StepLogits
+from treadle.backends.torch import reference as kernels
+from treadle.backends.torch.batch_inputs import BatchInputs, make_batch_inputs
+from treadle.backends.torch.kv_storage import KVStorage
+from treadle.backends.torch.model import TorchModel
+from treadle.backends.torch.sampling import TorchSampling
 from treadle.scheduler.plan import BlockMoves
 
 
@@ -19,30 +18,52 @@ class TorchBackend:
 
     Args:
         model: weights and forward pass.
-        storage: keys and values.
+        block_size: slots of a KV block.
         int8_kv: whether keys and values are rounded to what an int8 cache would hold.
+
+    Attributes:
+        storage: keys and values.
     """
 
-    def __init__(self, model: LlamaModel, storage: KVStorage, *, int8_kv: bool = False) -> None:
-        self.block_size = storage.block_size
+    def __init__(self, model: TorchModel, *, block_size: int, int8_kv: bool = False) -> None:
+        self.device = model.device
+        self.block_size = block_size
+        self.block_bytes = block_size * model.config.kv_bytes_per_token(model.dtype.itemsize)
         self.num_threads = torch.get_num_threads()
         self.sampling_kernels: SamplingKernels = TorchSampling()
         self._model = model
-        self._storage = storage
         self._int8_kv = int8_kv
         self._hidden = torch.empty(0)
+        self.allocate(0, 0)
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Take the memory of the two tiers of KV blocks."""
+        self.storage = KVStorage(
+            self._model.config,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            block_size=self.block_size,
+            dtype=self._model.dtype,
+            device=self._model.device,
+        )
+
+    def __str__(self) -> str:
+        name = str(self._model.dtype).removeprefix("torch.")
+        weights, kv = ("int8" if is_int8 else name for is_int8 in (self._model.int8, self._int8_kv))
+        numbers = weights if weights == kv else f"{weights} with {kv} KV"
+        return f"{numbers} on {self.device.type} with torch"
 
     @torch.inference_mode()
     def move_blocks(self, moves: BlockMoves) -> None:
         """Do a step's swaps and copies."""
-        self._storage.tiers.move(moves)
+        self.storage.tiers.move(moves)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> None:
         """Compute all tokens of a step."""
         model = self._model
-        tensors = make_batch_inputs(inputs, self._storage.block_size, model.dtype, model.device)
-        attention = _PagedAttention(self._storage, tensors, self._int8_kv)
+        tensors = make_batch_inputs(inputs, self.storage.block_size, model.dtype, model.device)
+        attention = _PagedAttention(self.storage, tensors, self._int8_kv)
         self._hidden = model.forward(tensors.token_ids, tensors.positions, attention)  # [T, E]
 
     @torch.inference_mode()

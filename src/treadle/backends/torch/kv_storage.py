@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from treadle.backends.block_tiers import BlockTiers
 from treadle.models.spec import ModelSpec
-from treadle.runner.block_tiers import BlockTiers
 
 
 class KVStorage:

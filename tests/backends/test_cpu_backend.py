@@ -8,8 +8,8 @@ from support.engines import TestEngine, make_backend
 from support.native import RUNNABLE, native_library
 from support.tiny import CASES, VOCAB, make_model
 from treadle import SamplingParams
-from treadle.models.llama import LlamaModel
-from treadle.models.native import NativeModel
+from treadle.backends.cpu.model import NativeModel
+from treadle.backends.torch.model import TorchModel
 from treadle.models.registry import load_model
 from treadle.scheduler import BlockMoves
 
@@ -19,7 +19,7 @@ PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 33, 64, 150)]
 
 
 def twin_of(loaded, *, int8):
-    return LlamaModel(
+    return TorchModel(
         loaded.config, loaded.weights, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512, int8=int8
     )
 
@@ -106,7 +106,7 @@ def test_swapping_and_copying_moves_whole_blocks(tmp_path):
     make_model("llama2", tmp_path)
     loaded = load_model(str(tmp_path))
     backend = make_backend(native_of(loaded, int8=True), 4, 3, 16, True, 1)
-    pool = backend._storage.pool
+    pool = backend.pool
     for block in range(4):
         pool[block] = block + 1
 

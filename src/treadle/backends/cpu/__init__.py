@@ -1,0 +1,93 @@
+"""The native CPU kernels: a small C++ library, compiled on first use for the processor it runs on.
+
+`build` compiles and caches it, `library` calls it, `arena` holds packed weights, `model` packs them, `backend` runs
+steps, `sampling` draws tokens; the kernels are in `csrc`.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from treadle.backends.cpu.backend import CPUBackend
+from treadle.backends.cpu.build import BUILDS, KernelBuildError, best_build, missing_features
+from treadle.backends.cpu.library import Library, load_library
+from treadle.backends.cpu.model import NativeModel, why_not_native
+from treadle.backends.protocol import BackendSettings
+from treadle.errors import ConfigError
+from treadle.models.loaders.base import WeightSource
+from treadle.models.spec import ModelSpec
+
+logger = logging.getLogger("treadle")
+
+__all__ = ["BUILDS", "CPUBackend", "KernelBuildError", "Library", "best_build", "load_library", "open", "why_not"]
+
+
+def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
+    """Why the native kernels do not compute the model under these settings; None if they do.
+
+    Raises:
+        ConfigError: a build was asked for by name and cannot be had.
+    """
+    if settings.cpu_kernels == "off":
+        return "cpu_kernels is off"
+    by_name = settings.cpu_kernels != "auto"
+    reason = _why_settings_exclude(settings)
+    if reason is not None:
+        if by_name:
+            raise ConfigError("cpu_kernels", f"{settings.cpu_kernels} {reason}; leave it at auto")
+        return reason
+    build = settings.cpu_kernels if by_name else best_build()
+    if build is None:
+        logger.warning("no native CPU kernels for this processor (they need AVX2): computing with plain torch")
+        return "this processor lacks AVX2"
+    missing = missing_features(build)
+    if missing:
+        raise ConfigError("cpu_kernels", f"{build} needs what this processor lacks: {', '.join(missing)}")
+    reason = why_not_native(spec)
+    if reason is None:
+        try:
+            load_library(build)
+            return None
+        except (KernelBuildError, OSError) as error:
+            reason = str(error)
+    if by_name:
+        raise ConfigError("cpu_kernels", f"{build} cannot be used: {reason}")
+    logger.warning("no native CPU kernels, computing with plain torch: %s", reason)
+    return reason
+
+
+def _why_settings_exclude(settings: BackendSettings) -> str | None:
+    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
+        return "is for the CPU"
+    if settings.dtype == "float32":
+        return "cannot be had with dtype float32, which plain torch computes"
+    return None
+
+
+def open(
+    spec: ModelSpec,
+    weights: WeightSource,
+    settings: BackendSettings,
+    on_progress: Callable[[float], None] = lambda _: None,
+) -> CPUBackend:
+    """Pack the weights for the kernels.
+
+    Args:
+        spec: of the model.
+        weights: its weights.
+        settings: to which `why_not` had no objection.
+        on_progress: called with a number from 0 to 1 while weights are read.
+    """
+    build = settings.cpu_kernels if settings.cpu_kernels != "auto" else best_build()
+    assert build is not None
+    model = NativeModel(
+        spec,
+        weights,
+        library=load_library(build),
+        int8=settings.int8_weights,
+        max_model_len=settings.max_model_len,
+        on_progress=on_progress,
+    )
+    threads = settings.num_threads or torch.get_num_threads()
+    return CPUBackend(model, block_size=settings.block_size, int8_kv=settings.int8_kv, threads=threads)

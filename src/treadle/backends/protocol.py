@@ -1,0 +1,168 @@
+"""What a backend is: weights, KV storage, kernels and sampling behind one `open`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treadle.backends.inputs import IntArray, Rows, StepInputs
+from treadle.models.loaders.base import WeightSource
+from treadle.models.spec import ModelSpec
+from treadle.scheduler.plan import BlockMoves, TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSettings:
+    """What a user has asked for, as far as it concerns backends; see EngineConfig for the values.
+
+    Attributes:
+        device, dtype, quantization, kv_cache_dtype, cpu_kernels, num_threads: as in EngineConfig.
+        block_size: slots of a KV block.
+        max_model_len: most tokens of one sequence.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    cpu_kernels: str = "auto"
+    num_threads: int | None = None
+    block_size: int = 16
+    max_model_len: int = 2048
+
+    @property
+    def int8_weights(self) -> bool:
+        """Whether weights are int8."""
+        return self.quantization == "int8"
+
+    @property
+    def int8_kv(self) -> bool:
+        """Whether keys and values are int8."""
+        return self.kv_cache_dtype == "int8" or (self.kv_cache_dtype == "auto" and self.int8_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """What the model says about the next token at some places of a step.
+
+    Attributes:
+        values: float32 [m, V], logits of the places that were wanted.
+        place: int32 [n], row of `values` for each place asked about, -1 where logits were not wanted.
+        best: int32 [n], the most likely token of each place.
+    """
+
+    values: torch.Tensor
+    place: IntArray
+    best: IntArray
+
+
+class SamplingKernels(Protocol):
+    """What the sampler does to whole rows of logits. `place` says which row of `values` each entry has."""
+
+    def draw(
+        self,
+        values: torch.Tensor,
+        place: IntArray,
+        table: Rows,
+        rows: IntArray,
+        noise: npt.NDArray[np.float64],
+    ) -> IntArray:
+        """A token for each entry: int32 [n].
+
+        A greedy row takes the most likely one. For the others the draw inverts the cumulative distribution
+        over token ids, so that equal logits and equal noise give an equal token.
+
+        Args:
+            values: float32 [.., V].
+            place: int32 [n].
+            table, rows: whose parameters hold, int32 [n].
+            noise: float64 [n], in [0, 1).
+        """
+        ...
+
+    def report(
+        self, values: torch.Tensor, place: IntArray, token_ids: IntArray, num_top: IntArray
+    ) -> list[TokenLogprobs]:
+        """Log-probability and rank of a token, and the most likely ones, for each entry.
+
+        Args:
+            values: float32 [.., V].
+            place, token_ids: int32 [n].
+            num_top: int32 [n], how many of the most likely tokens.
+        """
+        ...
+
+    def penalize(self, values: torch.Tensor, place: IntArray, table: Rows, rows: IntArray) -> None:
+        """Apply the rows' repetition, presence and frequency penalties to their logits, in place."""
+        ...
+
+
+class Backend(Protocol):
+    """Computes steps. Between steps it keeps no more than tensors: weights and the KV cache.
+
+    Attributes:
+        device: where it computes.
+        block_size: slots of a KV block.
+        block_bytes: bytes of a KV block, of all layers.
+        num_threads: how many threads compute on the CPU.
+        sampling_kernels: work on its logits.
+    """
+
+    device: torch.device
+    block_size: int
+    block_bytes: int
+    num_threads: int
+    sampling_kernels: SamplingKernels
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Take the memory of the two tiers of KV blocks; once, before the first step."""
+        ...
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Do a step's swaps and copies: out, in, then copies."""
+        ...
+
+    def forward(self, inputs: StepInputs) -> None:
+        """Compute all tokens of a step, and keep their hidden states until the next."""
+        ...
+
+    def logits(self, tokens: IntArray, wanted: IntArray) -> StepLogits:
+        """Ask about the next token after each of some tokens of the step.
+
+        Args:
+            tokens: int32 [n], numbers of the step's tokens; one may be asked about several times.
+            wanted: int32 [m], which of the n need logits, ascending; for the others the best token will do.
+        """
+        ...
+
+
+class BackendRoom(Protocol):
+    """A package that makes backends. Rooms are asked in order; the first one without an objection is opened."""
+
+    def why_not(self, spec: ModelSpec, settings: BackendSettings) -> str | None:
+        """Why this room does not compute the model under these settings; None if it does.
+
+        Raises:
+            ConfigError: the user has asked for this very room, and it cannot be had.
+        """
+        ...
+
+    def open(
+        self,
+        spec: ModelSpec,
+        weights: WeightSource,
+        settings: BackendSettings,
+        on_progress: Callable[[float], None] = ...,
+    ) -> Backend:
+        """Read the weights, and be ready to allocate.
+
+        Args:
+            spec: of the model.
+            weights: its weights.
+            settings: to which `why_not` had no objection.
+            on_progress: called with a number from 0 to 1 while weights are read.
+        """
+        ...

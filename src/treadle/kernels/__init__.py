@@ -1,1 +1,0 @@
-"""The operations that a model is made of."""
