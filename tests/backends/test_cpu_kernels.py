@@ -1,6 +1,6 @@
 """Every native kernel against its plain torch twin, on random shapes, on every build that this machine runs."""
 
-from ctypes import byref, c_float, c_int32, c_void_p
+from ctypes import byref
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given
 
 from support.examples import examples
-from support.native import RUNNABLE, native_library
+from support.native import RUNNABLE, native_library, native_ops
+from treadle.backends.torch import reference
 from treadle.backends.cpu.arena import round_up
 from treadle.backends.cpu.library import CELL, GROUP, PANEL, WeightsStruct, kv_cache_struct, pointer
-from treadle.backends.torch import reference
 
 FAST = examples(40)
 
@@ -29,10 +29,6 @@ def rng_of(seed):
 
 def normal(rng, *shape):
     return rng.normal(0, 1, shape).astype(np.float32)
-
-
-def at(array):
-    return c_void_p(pointer(array))
 
 
 def bf16(array):
@@ -57,14 +53,14 @@ class Packed:
 
 def linear(library, packed, x, *, int8, threads=1, name="treadle_op_linear", width=None):
     out = np.full((len(x), width or packed.n), np.nan, dtype=np.float32)
-    getattr(library.dll, name)(
+    getattr(native_ops(library.build), name)(
         byref(packed.struct),
-        c_int32(int8),
-        at(x),
-        c_int32(x.shape[0]),
-        c_int32(x.shape[1]),
-        at(out),
-        c_int32(threads),
+        int8,
+        pointer(x),
+        x.shape[0],
+        x.shape[1],
+        pointer(out),
+        threads,
     )
     return torch.from_numpy(out)
 
@@ -162,7 +158,7 @@ def test_rms_norm(library, seed, size, int8):
     rng = rng_of(seed)
     x, weight = normal(rng, size) * 7, normal(rng, size)
     out = np.empty(size, dtype=np.float32)
-    library.dll.treadle_op_rms_norm(at(x), at(weight), c_int32(size), c_float(1e-5), c_int32(int8), at(out))
+    native_ops(library.build).treadle_op_rms_norm(pointer(x), pointer(weight), size, 1e-5, int8, pointer(out))
     twin = reference.rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-5)
     # Half a step of the narrow type.
     step = 1 / 127 if int8 else 2**-7
@@ -176,15 +172,15 @@ def test_rotary(library, seed, heads, half, has_norm):
     x, weight, angles = normal(rng, heads, 2 * half), normal(rng, 2 * half), rng.uniform(0, 7, half)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     out = np.empty_like(x)
-    library.dll.treadle_op_rotary(
-        at(x),
-        c_int32(heads),
-        c_int32(2 * half),
-        at(weight if has_norm else None),
-        c_float(1e-6),
-        at(cos),
-        at(sin),
-        at(out),
+    native_ops(library.build).treadle_op_rotary(
+        pointer(x),
+        heads,
+        2 * half,
+        pointer(weight if has_norm else None),
+        1e-6,
+        pointer(cos),
+        pointer(sin),
+        pointer(out),
     )
     twin = torch.from_numpy(x)
     if has_norm:
@@ -212,17 +208,17 @@ class Cache:
     def store(self, positions, keys, values):
         positions = np.asarray(positions, dtype=np.int32)
         keys, values = np.ascontiguousarray(keys[positions]), np.ascontiguousarray(values[positions])
-        self.library.dll.treadle_op_store_kv(
-            byref(self.struct), at(self.table), at(positions), c_int32(len(positions)), c_int32(keys.shape[-1]),
-            at(keys), at(values),
+        native_ops(self.library.build).treadle_op_store_kv(
+            byref(self.struct), pointer(self.table), pointer(positions), len(positions), keys.shape[-1],
+            pointer(keys), pointer(values),
         )  # fmt: skip
         assert (self.pool[self.size :] == 7).all()
 
     def attend(self, first, queries, per_item=16):
         out = np.full_like(queries, np.nan)
-        self.library.dll.treadle_op_attention(
-            byref(self.struct), at(self.table), c_int32(first), c_int32(len(queries)), c_int32(queries.shape[1]),
-            c_int32(queries.shape[2]), c_int32(per_item), at(queries), at(out),
+        native_ops(self.library.build).treadle_op_attention(
+            byref(self.struct), pointer(self.table), first, len(queries), queries.shape[1],
+            queries.shape[2], per_item, pointer(queries), pointer(out),
         )  # fmt: skip
         return torch.from_numpy(out)
 

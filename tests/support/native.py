@@ -3,14 +3,31 @@
 With TREADLE_TEST_SANITIZE=1 they are compiled with AddressSanitizer and UBSan (`make sanitize` sets all of it up).
 """
 
+import ctypes
 import os
+from ctypes import POINTER, c_float, c_int32, c_void_p
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from treadle.backends.cpu import BUILDS, best_build, load_library, missing_features
+from treadle.backends.cpu.build import library_path
+from treadle.backends.cpu.library import KVCacheStruct, WeightsStruct
 
 RUNNABLE = [build for build in BUILDS if not missing_features(build)]
-SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g")
+SANITIZED = bool(os.environ.get("TREADLE_TEST_SANITIZE"))
+FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g") if SANITIZED else ()
+
+OPS = {
+    "treadle_op_linear": [POINTER(WeightsStruct), c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32],
+    "treadle_op_linear_silu_mul": [POINTER(WeightsStruct), c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32],
+    "treadle_op_rms_norm": [c_void_p, c_void_p, c_int32, c_float, c_int32, c_void_p],
+    "treadle_op_rotary": [c_void_p, c_int32, c_int32, c_void_p, c_float, c_void_p, c_void_p, c_void_p],
+    "treadle_op_store_kv": [POINTER(KVCacheStruct), c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p],
+    "treadle_op_attention": [POINTER(KVCacheStruct), c_void_p] + [c_int32] * 5 + [c_void_p, c_void_p],
+}
+"""The functions of ops.cpp, and their arguments."""
 
 
 def native_library(build=None):
@@ -18,4 +35,15 @@ def native_library(build=None):
     build = build or best_build()
     if build is None:
         pytest.skip("this processor has no native kernels")
-    return load_library(build, SANITIZE if os.environ.get("TREADLE_TEST_SANITIZE") else ())
+    return load_library(build, FLAGS)
+
+
+@cache
+def native_ops(build):
+    """One operation of a build's kernels at a time: the functions of ops.cpp."""
+    native_library(build)  # brings torch's OpenMP library, whose threads all share
+    dll = ctypes.CDLL(str(library_path(build, FLAGS, Path(__file__).with_name("ops.cpp"))))
+    for name, arguments in OPS.items():
+        getattr(dll, name).argtypes = arguments
+        getattr(dll, name).restype = None
+    return dll

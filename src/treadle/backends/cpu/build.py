@@ -57,20 +57,22 @@ def best_build() -> str | None:
     return next((build for build in BUILDS if not missing_features(build)), None)
 
 
-def library_path(build: str, extra_flags: tuple[str, ...] = ()) -> Path:
+def library_path(build: str, extra_flags: tuple[str, ...] = (), source: Path | None = None) -> Path:
     """The compiled library of `build`, compiled now unless it is in the cache.
 
     Args:
         build: one of BUILDS.
         extra_flags: further flags of the compiler.
+        source: what is compiled over the headers in `csrc`; by default the kernels' entry points, `treadle.cpp`.
 
     Raises:
         KernelBuildError: there is no compiler, it fails, or the cache cannot be written.
     """
     compiler = _compiler()
     flags = (*_FLAGS, *_isa_flags(build), *extra_flags)
+    source = source or SOURCES / "treadle.cpp"
     folder = _cache_folder()
-    target = folder / f"treadle-{build}-{_key(compiler, flags)}.so"
+    target = folder / f"{source.stem}-{build}-{_key(compiler, flags, source)}.so"
     if target.is_file():
         return target
     try:
@@ -79,7 +81,7 @@ def library_path(build: str, extra_flags: tuple[str, ...] = ()) -> Path:
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_file():
-                _compile(compiler, flags, target)
+                _compile(compiler, flags, source, target)
     except OSError as error:
         raise KernelBuildError(
             f"the kernels cannot be kept in {folder} ({error}); set TREADLE_CACHE_DIR to a folder that can be written"
@@ -87,12 +89,12 @@ def library_path(build: str, extra_flags: tuple[str, ...] = ()) -> Path:
     return target
 
 
-def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
+def _compile(compiler: list[str], flags: tuple[str, ...], source: Path, target: Path) -> None:
     logger.info("compiling the CPU kernels (%s), a few seconds, once on this machine", target.name.split("-")[1])
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         output = Path(folder) / target.name
-        command = [*compiler, *flags, str(SOURCES / "treadle.cpp"), "-o", str(output)]
+        command = [*compiler, *flags, f"-I{SOURCES}", str(source), "-o", str(output)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
@@ -129,10 +131,10 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "treadle"
 
 
-def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
+def _key(compiler: list[str], flags: tuple[str, ...], source: Path) -> str:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     parts = [version, *compiler, *flags, _cpu_info("model name")]
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted({*SOURCES.iterdir(), source}):
         parts += [path.name, path.read_text(encoding="utf-8")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
