@@ -4,15 +4,19 @@ import logging
 import os
 import subprocess
 import sys
+from ctypes import byref
 
+import numpy as np
 import pytest
 
-from support.native import RUNNABLE
+from support.native import RUNNABLE, SANITIZED, native_library
 from treadle import LLM, SamplingParams
-from treadle.backends.cpu import BUILDS, KernelBuildError, build, library
-from treadle.backends.cpu.build import best_build, library_path, missing_features
 from treadle.engine_config import CPU_KERNELS
 from treadle.errors import ConfigError
+from treadle.backends.cpu import BUILDS, KernelBuildError, build, library
+from treadle.backends.cpu.build import best_build, library_path, missing_features
+from treadle.backends.cpu.library import ABI, GROUP, KVCacheStruct, Library, ModelStruct, StepStruct
+from treadle.backends.torch.model import INT8_GROUP
 
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
 
@@ -52,6 +56,54 @@ def test_compiled_once_and_again_when_stale(cache, monkeypatch, tmp_path, caplog
     assert library_path("avx2", FAST) not in (first, second)
     assert len(list(cache.glob("*.so"))) == 3
     assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_what_python_mirrors_is_compared_with_the_compiled_library(monkeypatch):
+    path = native_library().dll._name
+    Library(path, best_build())
+    for name in ("PANEL", "sizeof Model"):
+        changed = {**ABI, name: ABI[name] + 8}
+        monkeypatch.setattr(library, "ABI", changed)
+        with pytest.raises(
+            KernelBuildError, match=rf"{path} .*: {name} is {ABI[name]} in it and {changed[name]} in Python; delete"
+        ):
+            Library(path, best_build())
+    monkeypatch.setattr(library, "ABI", {name: value for name, value in ABI.items() if name != "sizeof Step"})
+    with pytest.raises(KernelBuildError, match=rf"sizeof Step is {ABI['sizeof Step']} in it and None in Python"):
+        Library(path, best_build())
+
+
+def test_a_library_without_a_function_is_refused(cache, tmp_path):
+    source = tmp_path / "treadle.c"
+    source.write_text("int treadle_abi(void) { return 0; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "old.so")], check=True)
+    with pytest.raises(
+        KernelBuildError, match=r"old.so does not fit .*no function treadle_pack_bf16; delete the file"
+    ):
+        Library(str(tmp_path / "old.so"), "avx2")
+
+
+def test_constants_of_the_twin():
+    assert INT8_GROUP == GROUP
+
+
+@pytest.mark.skipif(SANITIZED, reason="AddressSanitizer ends the process instead")
+def test_a_step_that_finds_no_memory_is_an_error_and_the_next_one_runs():
+    dll = native_library().dll
+    # No layers: a step copies rows of an embedding of 2²⁴ numbers, here always the first.
+    hidden = 2**24
+    embedding, ids = np.zeros(hidden, dtype=np.uint16), np.zeros(2**24, dtype=np.int32)
+    sizes = {"hidden": hidden, "intermediate": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "vocab": 1}
+    model = ModelStruct(**sizes, embedding=embedding.ctypes.data)
+    engine = dll.treadle_create(byref(model), byref(KVCacheStruct(kv_heads=1, dim=64, block_size=16)))
+    try:
+        step = StepStruct(token_ids=ids.ctypes.data, positions=ids.ctypes.data, tokens=2**24, threads=1)
+        with pytest.raises(MemoryError, match=r"no memory for a step \(treadle_forward\)"):
+            dll.treadle_forward(engine, byref(step))
+        step.tokens = 1
+        dll.treadle_forward(engine, byref(step))
+    finally:
+        dll.treadle_destroy(engine)
 
 
 def test_two_processes_at_once(cache):

@@ -1,8 +1,8 @@
 """The compiled kernels, called through ctypes. The structures mirror those in csrc."""
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.backends.cpu.arena import round_up
-from treadle.backends.cpu.build import library_path
+from treadle.backends.cpu.build import KernelBuildError, library_path
 
+# Constants of csrc. Library compares them, and the structures' sizes, with what the compiled library has.
 PANEL = 32
 GROUP = 64
+GATES = 16  # gates, then as many ups, share a panel: silu(gate) × up is done while both are at hand
 CELL = 16
 MAX_HEAD_DIM = 256
 MAX_GROUP_SIZE = 64
@@ -94,6 +96,42 @@ PenaltiesStruct = _structure(
     ],
 )  # fmt: skip
 
+ABI: Mapping[str, int] = {
+    "PANEL": PANEL,
+    "GROUP": GROUP,
+    "GATES": GATES,
+    "CELL": CELL,
+    "MAX_HEAD_DIM": MAX_HEAD_DIM,
+    "MAX_GROUP_SIZE": MAX_GROUP_SIZE,
+} | {
+    f"sizeof {struct.__name__}": ctypes.sizeof(struct)
+    for struct in (
+        WeightsStruct, LayerStruct, ModelStruct, KVCacheStruct, StepStruct, DrawsStruct, ReportsStruct,
+        PenaltiesStruct,
+    )
+}  # fmt: skip
+"""What this module mirrors of csrc."""
+
+
+class _AbiEntry(Structure):
+    _fields_ = (("name", c_char_p), ("value", c_int64))
+
+
+# Of each function: its result, and its arguments. Pointers to arrays are plain addresses.
+_FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
+    "treadle_abi": (POINTER(_AbiEntry), []),
+    "treadle_pack_bf16": (None, [c_void_p, c_int32, c_int32, c_void_p]),
+    "treadle_pack_int8": (None, [c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
+    "treadle_create": (c_void_p, [POINTER(ModelStruct), POINTER(KVCacheStruct)]),
+    "treadle_destroy": (None, [c_void_p]),
+    "treadle_forward": (c_int32, [c_void_p, POINTER(StepStruct)]),
+    "treadle_logits": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32]),
+    "treadle_block_bytes": (c_int64, [POINTER(KVCacheStruct)]),
+    "treadle_draw": (None, [POINTER(DrawsStruct)]),
+    "treadle_report": (None, [POINTER(ReportsStruct)]),
+    "treadle_penalize": (None, [POINTER(PenaltiesStruct)]),
+}
+
 
 def pointer(array: Array | None) -> int | None:
     """Address of a C-contiguous array; the caller keeps it alive."""
@@ -112,14 +150,34 @@ class Library:
 
     Attributes:
         build: one of BUILDS.
-        dll: its functions, by the names in csrc/treadle.cpp.
+        dll: its functions, by the names in csrc/treadle.cpp. Those that find no memory raise MemoryError.
+
+    Raises:
+        KernelBuildError: the library was made from other sources than this module mirrors.
     """
 
     def __init__(self, path: str, build: str) -> None:
         self.build = build
         self.dll = ctypes.CDLL(path)
-        self.dll.treadle_create.restype = c_void_p
-        self.dll.treadle_block_bytes.restype = c_int64
+        for name, (result, arguments) in _FUNCTIONS.items():
+            try:
+                function = getattr(self.dll, name)
+            except AttributeError:
+                raise _mismatch(path, f"it has no function {name}") from None
+            function.restype, function.argtypes = result, arguments
+        self._check_abi(path)
+        self.dll.treadle_create.errcheck = _check_created
+        self.dll.treadle_forward.errcheck = self.dll.treadle_logits.errcheck = _check_status
+
+    def _check_abi(self, path: str) -> None:
+        compiled = {}
+        for entry in self.dll.treadle_abi():
+            if entry.name is None:
+                break
+            compiled[entry.name.decode()] = entry.value
+        for name in sorted({*ABI, *compiled}):
+            if ABI.get(name) != compiled.get(name):
+                raise _mismatch(path, f"{name} is {compiled.get(name)} in it and {ABI.get(name)} in Python")
 
     def weight_bytes(self, rows: int, columns: int, *, int8: bool) -> int:
         """Bytes of a packed matrix [rows, columns], scales and alignment included."""
@@ -130,15 +188,31 @@ class Library:
         """Pack float32 [rows, columns] into `data`; as int8 if there are `scales` [padded rows] to fill."""
         rows, columns = weight.shape
         if scales is None:
-            self.dll.treadle_pack_bf16(c_void_p(pointer(weight)), rows, columns, c_void_p(pointer(data)))
+            self.dll.treadle_pack_bf16(pointer(weight), rows, columns, pointer(data))
         else:
-            self.dll.treadle_pack_int8(
-                c_void_p(pointer(weight)), rows, columns, c_void_p(pointer(data)), c_void_p(pointer(scales))
-            )
+            self.dll.treadle_pack_int8(pointer(weight), rows, columns, pointer(data), pointer(scales))
 
     def kv_block_bytes(self, kv: Structure) -> int:
         """Bytes of one KV block, all layers."""
         return int(self.dll.treadle_block_bytes(byref(kv)))
+
+
+def _mismatch(path: str, what: str) -> KernelBuildError:
+    return KernelBuildError(
+        f"{path} does not fit this version of Treadle: {what}; delete the file, so that it is compiled again, and if "
+        f"that does not help, reinstall Treadle"
+    )
+
+
+def _check_created(engine: Any, function: Any, arguments: Any) -> Any:
+    if engine is None:
+        raise MemoryError("the native kernels found no memory for an engine")
+    return engine
+
+
+def _check_status(status: Any, function: Any, arguments: Any) -> Any:
+    if status:
+        raise MemoryError(f"the native kernels found no memory for a step ({function.__name__})")
 
 
 @cache

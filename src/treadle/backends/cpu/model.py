@@ -4,16 +4,17 @@ It interprets a ModelSpec and knows no architecture. The computation itself is i
 backends/torch/model.py is its plain torch twin.
 """
 
-import ctypes
 from collections.abc import Callable
-from ctypes import Structure, byref, c_void_p
+from ctypes import Structure, byref
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from treadle.errors import UnsupportedModelError
 from treadle.backends.cpu.arena import ALIGNMENT, Arena, round_up
 from treadle.backends.cpu.library import (
+    GATES,
     GROUP,
     MAX_GROUP_SIZE,
     MAX_HEAD_DIM,
@@ -38,9 +39,6 @@ from treadle.models.spec import (
     differing_layers,
     unsupported_property,
 )
-
-GATES = 16  # gates, then as many ups, share a panel: silu(gate) × up is done while both are at hand
-
 
 SUPPORTED = {
     "attention.kind": ("grouped-query",),
@@ -274,7 +272,7 @@ class NativeEngine:
             pointer(token_ids), pointer(positions), pointer(rows), pointer(tables), pointer(run_start),
             pointer(run_count), tables.shape[1], len(token_ids), len(run_start), threads,
         )  # fmt: skip
-        self._dll.treadle_forward(c_void_p(self._engine), byref(step))
+        self._dll.treadle_forward(self._engine, byref(step))
 
     def logits(
         self, tokens: IntArray, place: IntArray, out: npt.NDArray[np.float32] | None, threads: int
@@ -289,12 +287,11 @@ class NativeEngine:
         """
         best = np.empty(len(tokens), dtype=np.int32)
         self._dll.treadle_logits(
-            c_void_p(self._engine), c_void_p(pointer(tokens)), ctypes.c_int32(len(tokens)), c_void_p(pointer(place)),
-            c_void_p(pointer(out)), c_void_p(pointer(best)), ctypes.c_int32(threads),
-        )  # fmt: skip
+            self._engine, pointer(tokens), len(tokens), pointer(place), pointer(out), pointer(best), threads
+        )
         return best
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None) is not None:
-            self._dll.treadle_destroy(c_void_p(self._engine))
+            self._dll.treadle_destroy(self._engine)
             self._engine = None

@@ -165,6 +165,8 @@ struct Write {
 using Store = Write<false>;
 using Add = Write<true>;
 
+constexpr int GATES = PANEL / 2;  // of a panel; as many ups follow
+
 // A panel holds 16 gates, then the 16 ups that belong to them: out[row, 16 × panel + j] = silu(gate) × up.
 struct SiluMul {
   float* out;
@@ -172,11 +174,11 @@ struct SiluMul {
   const float* bias;
   void operator()(int row, int rows, int panel, const float* tile) const {
     for (int r = 0; r < rows; ++r)
-      for (int c = 0; c < PANEL / 2; c += W) {
+      for (int c = 0; c < GATES; c += W) {
         const vf gate = biased(tile + r * PANEL, bias, panel, c);
-        const vf up = biased(tile + r * PANEL, bias, panel, PANEL / 2 + c);
+        const vf up = biased(tile + r * PANEL, bias, panel, GATES + c);
         const vf sigmoid = div(set1(1.0f), add(set1(1.0f), exp2(mul(gate, set1(-LOG2_E)))));
-        store(out + size_t(row + r) * stride + panel * (PANEL / 2) + c, mul(mul(gate, sigmoid), up));
+        store(out + size_t(row + r) * stride + panel * GATES + c, mul(mul(gate, sigmoid), up));
       }
   }
 };

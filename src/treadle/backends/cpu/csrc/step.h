@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "attention.h"
@@ -49,14 +50,16 @@ struct Step {
 
 }  // extern "C"
 
-// Memory that is kept from step to step and grows when a step needs more.
+// Memory that is kept from step to step and grows when a step needs more; std::bad_alloc if there is none.
 template <class T>
 class Buffer {
  public:
   T* get(size_t count) {
     if (count > size_) {
-      data_.reset(static_cast<T*>(std::aligned_alloc(64, round_up(count * sizeof(T), 64))));
-      std::memset(data_.get(), 0, count * sizeof(T));
+      T* const data = static_cast<T*>(std::aligned_alloc(64, round_up(count * sizeof(T), 64)));
+      if (data == nullptr) throw std::bad_alloc();
+      std::memset(data, 0, count * sizeof(T));
+      data_.reset(data);
       size_ = count;
     }
     return data_.get();

@@ -6,7 +6,41 @@
 
 using namespace treadle;
 
+namespace {
+
+// A size or a constant that treadle.backends.cpu.library mirrors by hand.
+struct AbiEntry {
+  const char* name;
+  int64_t value;
+};
+
+#define TREADLE_SIZE(type) {"sizeof " #type, int64_t(sizeof(type))}
+
+constexpr AbiEntry ABI[] = {
+    {"PANEL", PANEL}, {"GROUP", GROUP}, {"GATES", GATES}, {"CELL", CELL},
+    {"MAX_HEAD_DIM", MAX_DIM}, {"MAX_GROUP_SIZE", MAX_ROWS},
+    TREADLE_SIZE(Weights), TREADLE_SIZE(Layer), TREADLE_SIZE(Model), TREADLE_SIZE(KVCache), TREADLE_SIZE(Step),
+    TREADLE_SIZE(Draws), TREADLE_SIZE(Reports), TREADLE_SIZE(Penalties),
+    {nullptr, 0},
+};
+
+// 0, or 1 if there was no memory: an exception must not leave a function that C calls.
+template <class F>
+int32_t status_of(const F& f) {
+  try {
+    f();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+}  // namespace
+
 extern "C" {
+
+// Sizes and constants, until one without a name; Python compares them with its own when it loads the library.
+const AbiEntry* treadle_abi() { return ABI; }
 
 // Packing
 
@@ -20,15 +54,22 @@ void treadle_pack_int8(const float* source, int32_t rows, int32_t columns, void*
 
 // The engine
 
-void* treadle_create(const Model* model, const KVCache* kv) { return new Engine(*model, *kv); }
+// Null if there is no memory.
+void* treadle_create(const Model* model, const KVCache* kv) {
+  Engine* engine = nullptr;
+  status_of([&] { engine = new Engine(*model, *kv); });
+  return engine;
+}
 
 void treadle_destroy(void* engine) { delete static_cast<Engine*>(engine); }
 
-void treadle_forward(void* engine, const Step* step) { static_cast<Engine*>(engine)->forward(*step); }
+int32_t treadle_forward(void* engine, const Step* step) {
+  return status_of([&] { static_cast<Engine*>(engine)->forward(*step); });
+}
 
-void treadle_logits(void* engine, const int32_t* tokens, int32_t count, const int32_t* place, float* out,
-                    int32_t* best_ids, int32_t threads) {
-  static_cast<Engine*>(engine)->logits(tokens, count, place, out, best_ids, threads);
+int32_t treadle_logits(void* engine, const int32_t* tokens, int32_t count, const int32_t* place, float* out,
+                       int32_t* best_ids, int32_t threads) {
+  return status_of([&] { static_cast<Engine*>(engine)->logits(tokens, count, place, out, best_ids, threads); });
 }
 
 int64_t treadle_block_bytes(const KVCache* kv) { return kv->block_bytes(); }
