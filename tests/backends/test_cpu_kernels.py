@@ -11,9 +11,9 @@ from hypothesis import given
 
 from support.examples import examples
 from support.native import RUNNABLE, native_library, native_ops
-from treadle.backends.torch import reference
 from treadle.backends.cpu.arena import round_up
 from treadle.backends.cpu.library import CELL, GROUP, PANEL, WeightsStruct, kv_cache_struct, pointer
+from treadle.backends.torch import reference
 
 FAST = examples(40)
 

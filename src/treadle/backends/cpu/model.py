@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.errors import UnsupportedModelError
 from treadle.backends.cpu.arena import ALIGNMENT, Arena, round_up
 from treadle.backends.cpu.library import (
     GATES,
