@@ -11,7 +11,7 @@ import torch
 
 from treadle.backends import BackendSettings, choose_backend
 from treadle.clock import SystemClock
-from treadle.config import CacheConfig, RequestLimits
+from treadle.config import CacheConfig, RequestLimits, policy_name
 from treadle.engine import Engine
 from treadle.engine.observers import Observer, StatsLogger
 from treadle.engine.recorder import StepRecorder
@@ -130,8 +130,8 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         cache_config.num_blocks, cache_config.block_size, cache_config.num_slots,
         cache_config.num_blocks * backend.block_bytes / 2**20,
         cache_config.num_slots / max_model_len, max_model_len, cache_config.num_host_blocks,
-        scheduler_config.max_num_seqs, scheduler_config.max_num_batched_tokens, scheduler_config.policy,
-        scheduler_config.order,
+        scheduler_config.max_num_seqs, scheduler_config.max_num_batched_tokens,
+        policy_name(scheduler_config.policy), policy_name(scheduler_config.order),
     )  # fmt: skip
     return BuiltEngine(
         engine=engine,

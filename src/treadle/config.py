@@ -1,7 +1,7 @@
 """Settings of the scheduler and the cache, checked once when they are made. Derived sizes are new values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,9 @@ DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 MIN_MODEL_LEN = 2
 """A token of prompt and one of output."""
+
+PolicyChoice = str | type[Any]
+"""A policy: a name, or a class."""
 
 _scheduling = partial(setting, group="scheduling")
 _requests = partial(setting, group="requests")
@@ -37,8 +40,14 @@ class SchedulingSettings:
         low=1,
         default_text=f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}; max_model_len if more, where prompts are computed whole",
     )
-    order: str = _scheduling(
-        "fcfs", "which requests go first: fcfs, priority, shortest-first, fair, deadline, or one of another package"
+    order: PolicyChoice = _scheduling(  # noqa: RUF009 - a field
+        "fcfs",
+        "which requests go first: fcfs, priority, shortest-first, fair (tenants take turns), deadline, least-slack, "
+        "cache-aware (longest cached prefix), or one of another package",
+    )
+    victim_policy: PolicyChoice = _scheduling(  # noqa: RUF009 - a field
+        "last-in-rank",
+        "which request is preempted first: last-in-rank, least-computed (of those behind), or one of another package",
     )
     preemption_mode: str = _scheduling(
         "auto",
@@ -94,7 +103,7 @@ class SchedulerConfig(SchedulingSettings):
 
     Attributes:
         max_model_len, max_num_seqs, max_num_batched_tokens: as in SchedulingSettings.
-        policy: the phase policy by name.
+        policy: the phase policy, a name or a class.
         num_lookahead_slots: most drafts (tokens that the runner proposes) of a sequence that a step checks, for
             speculative decoding; they count as tokens, and are dropped where budget or blocks run out.
         max_loras: most LoRA adapters in one step.
@@ -103,7 +112,7 @@ class SchedulerConfig(SchedulingSettings):
     max_model_len: int = field()
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
-    policy: str = "chunked"
+    policy: str | type[Any] = "chunked"
     num_lookahead_slots: int = 0
     max_loras: int = 1
 
@@ -117,6 +126,11 @@ class SchedulerConfig(SchedulingSettings):
                 f"must be at least max_num_seqs ({self.max_num_seqs}), so that every running sequence "
                 f"can decode in each step; got {self.max_num_batched_tokens}",
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain data; policies by name."""
+        names = {name: policy_name(getattr(self, name)) for name in ("policy", "order", "victim_policy")}
+        return asdict(self) | names
 
     @property
     def long_prefill_tokens(self) -> int:
@@ -195,3 +209,8 @@ def check_prompt_length(num_tokens: int, max_model_len: int, reason: str | None 
             f"has {num_tokens} tokens; at most {max_model_len - 1} leave room for one output token within "
             f"max_model_len {max_model_len}" + (f" ({reason})" if reason else ""),
         )
+
+
+def policy_name(policy: str | type[Any]) -> str:
+    """What a policy is called that was given as a name or a class."""
+    return policy if isinstance(policy, str) else policy.__name__

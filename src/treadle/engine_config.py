@@ -10,11 +10,12 @@ from treadle.config import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     MIN_MODEL_LEN,
+    PolicyChoice,
     SchedulerConfig,
     SchedulingSettings,
 )
 from treadle.errors import ConfigError
-from treadle.scheduler.policies.registry import WHOLE_PROMPT_POLICIES, check_policy_names
+from treadle.scheduler.policies.registry import check_policies, needs_whole_prompts
 from treadle.settings import check_count, check_settings, setting
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -86,7 +87,7 @@ class EngineConfig(SchedulingSettings):
     )
     enable_prefix_caching: bool = _cache(True, "share the KV of equal beginnings of prompts")
     swap_space: float = _cache(1.0, "GiB of memory for the blocks of swapped requests", metavar="GIB")
-    scheduler: str = _scheduling(
+    scheduler: PolicyChoice = _scheduling(  # noqa: RUF009 - a field
         "chunked",
         "phase policy: chunked (decodes first, prompts in what is left), three-phase (the same with whole prompts), "
         "prefill-first (whole prompts, else decodes), phased (a step is all prompts or all decodes), or one of "
@@ -111,7 +112,7 @@ class EngineConfig(SchedulingSettings):
         if not self.log_stats_interval_s >= 0:
             raise ConfigError("log_stats_interval_s", f"must be at least 0, got {self.log_stats_interval_s}")
         # The scheduler's own limits, before a model is loaded for nothing. A longer model breaks no other of them.
-        check_policy_names(self.scheduler_config(self.max_model_len or MIN_MODEL_LEN))
+        check_policies(self.scheduler_config(self.max_model_len or MIN_MODEL_LEN))
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, once the length is known."""
@@ -120,7 +121,7 @@ class EngineConfig(SchedulingSettings):
             seats = DEFAULT_MAX_NUM_SEQS if budget is None else min(DEFAULT_MAX_NUM_SEQS, budget)
         if budget is None:
             budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seats)
-            if self.scheduler in WHOLE_PROMPT_POLICIES:
+            if needs_whole_prompts(self.scheduler):
                 budget = max(budget, max_model_len)
         sizes = {"max_model_len": max_model_len, "max_num_seqs": seats, "max_num_batched_tokens": budget}
         return SchedulerConfig(policy=self.scheduler, **{**self.scheduling(), **sizes})

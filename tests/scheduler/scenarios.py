@@ -54,7 +54,7 @@ def run(name):
 
     def step():
         if engine.scheduler.num_unfinished_requests:
-            engine.step(before_update=lambda plan: lines.append(line_of(engine.scheduler, plan)))
+            engine.step(before_update=lambda report: lines.append(line_of(engine.scheduler, report.plan)))
 
     beginning = [rng.randrange(50) for _ in range(12)]
     for i in range(28):

@@ -1,9 +1,11 @@
 """Who goes first, who is displaced, who is passed over, and that nobody waits for ever."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
+from support.check_policy import check_policy
 from support.toy import ToyEngine, toy_continuation
 from treadle.errors import ConfigError, InvalidRequestError, Overloaded
 from treadle.lora import LoRARequest
@@ -11,7 +13,7 @@ from treadle.scheduler import WaitReason
 
 B = 4
 POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]
-ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline"]
+ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline", "least-slack", "cache-aware"]
 
 
 def order_of_starts(engine):
@@ -66,6 +68,94 @@ def test_fair_saves_up_nothing_for_the_idle():
     starts = order_of_starts(engine)
     # The newcomer takes turns from now on; it does not run all of its requests first.
     assert starts.index("early 5") < starts.index("late 5")
+
+
+def test_fair_charges_those_that_name_no_limit():
+    """One tenant names max_tokens, the other one takes as much as the model's length allows."""
+    engine = ToyEngine(order="fair", max_num_seqs=1, max_model_len=112, age_limit_s=None)
+    for i in range(4):
+        engine.add(f"open {i}", [1, 2], None, tenant="open")
+        engine.add(f"bound {i}", [1, 2], 20, tenant="bound")
+    engine.run()
+    starts = order_of_starts(engine)
+    assert starts[:2] == ["open 0", "bound 0"]
+    # 112 tokens on one side are five requests of 22 on the other.
+    assert starts.index("open 1") > starts.index("bound 3")
+
+
+def test_fair_gives_back_what_was_not_used():
+    """Those without a limit end early; their tenant has its turn as often as the other one."""
+    stop_ids = range(25)  # every second token
+    engine = ToyEngine(order="fair", max_num_seqs=1, max_model_len=112, age_limit_s=None)
+    for i in range(6):
+        engine.add(f"open {i}", [1, i], None, stop_ids, tenant="open")
+        engine.add(f"bound {i}", [1, i], 4, tenant="bound")
+    engine.run()
+    used = sum(len(engine.outputs(f"open {i}")[0]) for i in range(6))
+    assert used < 30
+    starts = order_of_starts(engine)
+    for i in range(1, 6):
+        assert abs(starts.index(f"open {i}") - starts.index(f"bound {i}")) <= 5
+    assert starts.index("open 3") < starts.index("bound 5")
+
+
+def test_fair_gives_back_what_was_aborted():
+    engine = ToyEngine(order="fair", max_num_seqs=1)
+    engine.add("running", [1], 3, tenant="x")
+    engine.step()
+    for i in range(5):
+        engine.add(f"gone {i}", [1, 2], 50, tenant="y")
+    engine.add("stays", [1, 2], 5, tenant="y")
+    engine.add("other", [1, 2], 5, tenant="z")
+    engine.add("other again", [1, 2], 5, tenant="z")
+    for i in range(5):
+        engine.scheduler.abort(f"gone {i}")
+    engine.collect()
+    engine.run()
+    starts = order_of_starts(engine)
+    assert starts.index("stays") < starts.index("other again")
+
+
+def test_cache_aware_takes_the_longest_cached_prefix():
+    engine = ToyEngine(order="cache-aware", max_num_seqs=1, num_blocks=64, block_size=B)
+    beginning = list(range(30, 46))
+    engine.add("first", [*beginning, 1], 1)
+    engine.run()
+    engine.add("runs", [7], 6)
+    engine.step()
+    engine.add("nothing", [5] * 20, 2)
+    engine.add("half", [*beginning[:8], 5, 6, 7, 8, 9], 2)
+    engine.add("all", [*beginning, 2, 3], 2)
+    engine.run()
+    assert order_of_starts(engine)[2:] == ["all", "half", "nothing"]
+
+
+def test_cache_aware_asks_again_when_the_cache_has_changed():
+    engine = ToyEngine(order="cache-aware", max_num_seqs=1, num_blocks=64, block_size=B)
+    engine.add("first", [5] * 12, 8)
+    engine.add("nothing", [6] * 12, 2)
+    engine.add("like the first", [*[5] * 12, 1], 2)
+    engine.run()
+    assert order_of_starts(engine) == ["first", "like the first", "nothing"]
+
+
+def test_least_slack_counts_what_is_left_to_do():
+    """The later deadline is the more pressing one, once it is known how long a step takes."""
+    engine = ToyEngine(order="least-slack", max_num_seqs=1, num_blocks=200, max_num_batched_tokens=10)
+    for i in range(3):
+        engine.add(f"warm-up {i}", [i], 20)
+    engine.run()
+    now = engine.clock.now()
+    engine.add("runs", [1], 5)
+    engine.step()
+    engine.add("short", [2], 2, deadline=now + 60)
+    engine.add("long", [3] * 300, 20, deadline=now + 75)
+    engine.add("whenever", [4], 2)
+    engine.run()
+    assert order_of_starts(engine)[-3:] == ["long", "short", "whenever"]
+    for name in ("short", "long"):
+        request = engine.finished[name]
+        assert request.metrics.finished_time <= request.deadline
 
 
 def test_a_better_priority_displaces_five_at_once():
@@ -224,31 +314,39 @@ def test_a_full_queue_is_told_with_counts():
 
 
 def test_unknown_orders_are_named():
-    with pytest.raises(ConfigError, match="order: unknown order 'best'; there are deadline, fair, fcfs"):
+    with pytest.raises(ConfigError, match="order: unknown order 'best'; there are cache-aware, deadline, fair, fcfs"):
         ToyEngine(order="best")
+
+
+def example_of_the_docs(name):
+    docs = (Path(__file__).parents[2] / "docs" / "scheduler.md").read_text()
+    return docs.split(f"```python\n# {name}\n")[1].split("```")[0]
 
 
 def test_a_third_party_brings_a_policy(tmp_path, monkeypatch):
     """The example of docs/scheduler.md, installed as a package with an entry point."""
-    from pathlib import Path
-
-    docs = (Path(__file__).parents[2] / "docs" / "scheduler.md").read_text()
-    source = docs.split("```python\n# longest_first.py\n")[1].split("```")[0]
-    (tmp_path / "longest_first.py").write_text(source)
-    info = tmp_path / "longest_first-1.0.dist-info"
+    (tmp_path / "least_served.py").write_text(example_of_the_docs("least_served.py"))
+    info = tmp_path / "least_served-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: longest-first\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[treadle.policies]\nlongest-first = longest_first:LongestFirst\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: least-served\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[treadle.policies]\nleast-served = least_served:LeastServed\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
-        engine = ToyEngine(order="longest-first", max_num_seqs=1)
-        for name, length in [("short", 2), ("long", 20), ("middle", 9)]:
-            engine.add(name, list(range(length)), 3)
+        engine = ToyEngine(order="least-served", max_num_seqs=1)
+        for name, tenant in [("x 0", "x"), ("x 1", "x"), ("x 2", "x"), ("y 0", "y"), ("y 1", "y")]:
+            engine.add(name, [1, 2], 3, tenant=tenant)
         engine.run()
-        assert order_of_starts(engine) == ["long", "middle", "short"]
-        with pytest.raises(ConfigError, match="unknown order 'x'; there are .*longest-first"):
+        assert order_of_starts(engine) == ["x 0", "y 0", "x 1", "y 1", "x 2"]
+        with pytest.raises(ConfigError, match="unknown order 'x'; there are .*least-served"):
             ToyEngine(order="x")
-        with pytest.raises(ConfigError, match=r"'longest-first' has no method run\(\)"):
-            ToyEngine(policy="longest-first")
+        with pytest.raises(ConfigError, match=r"'least-served' has no method run\(\)"):
+            ToyEngine(policy="least-served")
     finally:
-        sys.modules.pop("longest_first", None)
+        sys.modules.pop("least_served", None)
+
+
+def test_the_examples_of_the_docs_are_policies():
+    for name, policy in [("least_served.py", "LeastServed"), ("decodes_when_busy.py", "DecodesWhenBusy")]:
+        namespace = {}
+        exec(example_of_the_docs(name), namespace)
+        check_policy(namespace[policy], num_traces=6)

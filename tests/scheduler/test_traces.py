@@ -10,7 +10,7 @@ from treadle.lora import LoRARequest
 
 MAX_MODEL_LEN = 60
 POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]
-ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline"]
+ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline", "least-slack", "cache-aware"]
 
 # Few distinct tokens at the front, so that prefixes are often shared.
 PROMPTS = st.one_of(
@@ -34,13 +34,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool=st.sampled_from([1.0, 1.3, 2.0, 6.0]),
         host=st.sampled_from([0.0, 0.3, 2.0]),
         limit=st.integers(1, 4),
+        threshold=st.sampled_from([None, 0, 1, 8]),
+        victims=st.sampled_from(["last-in-rank", "least-computed"]),
         lookahead=st.sampled_from([0, 0, 1, 3, 6]),
         max_loras=st.integers(1, 2),
         age_limit_s=st.sampled_from([None, 5.0, 60.0]),
     )
     def make(
         self, policy, order, mode, block_size, max_num_seqs, extra_budget, prefix_caching, headroom, pool, host,
-        limit, lookahead, max_loras, age_limit_s,
+        limit, threshold, victims, lookahead, max_loras, age_limit_s,
     ):  # fmt: skip
         needed = -(-MAX_MODEL_LEN // block_size)
         self.max_num_seqs = max_num_seqs
@@ -57,6 +59,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + extra_budget,
             admission_headroom=headroom,
             max_consecutive_prefills=limit,
+            long_prefill_token_threshold=threshold,
+            victim_policy=victims,
             num_lookahead_slots=lookahead,
             max_loras=max_loras,
             age_limit_s=age_limit_s,
@@ -109,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([r.request_id for r in scheduler.unfinished_requests()]))
         self.gone.add(name)
         if while_executing:
-            self.engine.step(before_update=lambda plan: scheduler.abort(name))
+            self.engine.step(before_update=lambda report: scheduler.abort(name))
         else:
             scheduler.abort(name)
         assert scheduler.find(name) is None

@@ -47,10 +47,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=10.0,
         help="seconds that unfinished requests have to finish at shutdown (default: %(default)s)",
     )
-    group.add_argument("--max-num-queued-requests", type=int, help="waiting requests before 503 (default: no limit)")
-    group.add_argument(
-        "--max-num-queued-tokens", type=int, help="waiting prompt tokens before 503 (default: no limit)"
-    )
     add_engine_options(parser)
     parser.set_defaults(run=run)
 

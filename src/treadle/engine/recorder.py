@@ -6,7 +6,6 @@ With the same arrivals on a virtual clock the file is the same to the byte.
 import json
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
@@ -54,7 +53,7 @@ class StepRecorder:
                 "block_size": kv.block_size,
                 "num_blocks": kv.pool.num_blocks,
                 "num_host_blocks": kv.host_pool.num_blocks,
-                "scheduler": asdict(scheduler.config),
+                "scheduler": scheduler.config.to_dict(),
             }
         )
 

@@ -1,6 +1,5 @@
 """What the scheduler holds between two steps, as plain data that can be written as JSON."""
 
-from dataclasses import asdict
 from typing import Any
 
 from treadle.request import Request
@@ -29,7 +28,7 @@ def describe_state(scheduler: Scheduler, now: float) -> dict[str, Any]:
             "size": scheduler.kv.block_size,
             "host_total": scheduler.kv.host_pool.num_blocks,
         },
-        "scheduler": asdict(scheduler.config),
+        "scheduler": scheduler.config.to_dict(),
     }
 
 

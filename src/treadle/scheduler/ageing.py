@@ -39,7 +39,7 @@ class Ageing:
             if request.is_aged or has_run_since or not _waits(state, request):
                 continue
             request.is_aged = True
-            if not state.order.is_by_arrival:
+            if not state.policies.is_by_arrival:
                 lifecycle.change_rank(state, request, (0, 0.0, request.arrival_number))
 
 

@@ -1,35 +1,52 @@
-"""Who is preempted for a request: as few as make the room that it needs, last in rank first, or none at all.
+"""Who is preempted for a request: as few as make the room that it needs, or none at all.
 
 Nothing here changes anything.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from treadle.kvcache import AllocationPlan, AllocStatus
 from treadle.request import IntArray, Rank, Request
 from treadle.scheduler import guards
+from treadle.scheduler.batch import BoolArray
 from treadle.scheduler.state import BlockRefusal, SchedulerState
 
 
-def victims_to_grow(state: SchedulerState, request: Request, num_missing: int) -> list[Request]:
+def victims_to_grow(
+    state: SchedulerState, request: Request, num_missing: int, is_planned: BoolArray | None
+) -> list[Request]:
     """Running requests strictly behind `request` that have to go so that `num_missing` blocks become available.
 
-    Empty if all of them together would not free as many.
+    Args:
+        state: of the scheduler.
+        request: who lacks blocks.
+        num_missing: how many, at least 1.
+        is_planned: bool [rows], rows that are in the step already and have to stay; None for no rows.
+
+    Returns:
+        Who has to go; nobody if all of them together would not free as many blocks.
     """
     kv, batch = state.kv, state.batch
-    for victim in batch.requests_behind(request.rank):
+
+    def candidates() -> Iterator[Request]:
+        for other in batch.requests_behind(request.rank):
+            if is_planned is None or not is_planned[_rows([other])].any():
+                yield other
+
+    for victim in state.policies.victims(candidates()):
         num_freed = len(kv.freed_by(_rows([victim])))
         if num_freed >= num_missing:
             return [victim]
         if num_freed:
             break
-    if len(kv.freed_by(batch.rows_behind(request.rank))) < num_missing:
+    behind = batch.rows_behind(request.rank) if is_planned is None else _rows(list(candidates()))
+    if len(kv.freed_by(behind)) < num_missing:
         return []
-    candidates = list(batch.requests_behind(request.rank))
-    return fewest(candidates, lambda victims: len(kv.freed_by(_rows(victims))) >= num_missing)
+    in_order = list(state.policies.victims(candidates()))
+    return fewest(in_order, lambda victims: len(kv.freed_by(_rows(victims))) >= num_missing)
 
 
 def victims_to_admit(state: SchedulerState, request: Request) -> list[Request]:
@@ -38,7 +55,7 @@ def victims_to_admit(state: SchedulerState, request: Request) -> list[Request]:
     Empty if it can start without, or if all of them together would not free enough seats and blocks.
     """
     kv, batch = state.kv, state.batch
-    worse: Rank = (1, state.order.key(request), sys.maxsize)
+    worse: Rank = (1, state.policies.key(request) if request.is_aged else request.rank[1], sys.maxsize)
     rows = batch.rows_behind(worse)
     if not len(rows) or guards.lacks_adapter(state, request) or guards.is_behind_swapped(state, request):
         return []  # an adapter's room comes with the end of other adapters' requests
@@ -50,7 +67,7 @@ def victims_to_admit(state: SchedulerState, request: Request) -> list[Request]:
     plan = kv.plan_allocation(request)
     if kv.can_allocate(plan) is AllocStatus.NEVER:
         return []
-    candidates = list(batch.requests_behind(worse))
+    candidates = list(state.policies.victims(batch.requests_behind(worse)))
     if not _has_room(state, request, plan, candidates, growth=0):
         state.vain_displacement = total
         return []

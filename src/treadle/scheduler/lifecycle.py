@@ -38,7 +38,7 @@ def admit(state: SchedulerState, request: Request, plan: AllocationPlan) -> None
         request.metrics.first_scheduled_time = state.clock.now()
         request.metrics.num_cached_tokens = plan.num_cached_tokens
         state.num_cached_tokens += plan.num_cached_tokens
-        state.order.admitted(request)
+        state.policies.admitted(request)
 
 
 def preempt(state: SchedulerState, request: Request, mode: PreemptionMode, for_request: Request) -> BlockPairs:
@@ -231,3 +231,4 @@ def leave(state: SchedulerState, request: Request) -> None:
     request.metrics.finished_time = state.clock.now()
     del state.requests[request.request_id]
     state.finished.append(request)
+    state.policies.ended(request)

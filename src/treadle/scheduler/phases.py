@@ -5,28 +5,21 @@ priority (`displacement`).
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
 from treadle.kvcache import AllocStatus, BlockPairs
 from treadle.request import FinishReason, IntArray, Request, Sequence
 from treadle.scheduler import eviction, guards, lifecycle
+from treadle.scheduler.batch import BoolArray
 from treadle.scheduler.beams import num_candidates
 from treadle.scheduler.plan import NO_MOVES, NO_NEW_BLOCKS, NO_NUMBERS, BlockMoves, NewBlocks, StepPlan, ones
+from treadle.scheduler.policies.base import Cut
 from treadle.scheduler.report import Preemption, PreemptionMode, Refusal, StepReport, WaitReason
 from treadle.scheduler.state import BlockRefusal, SchedulerState
 
 MAX_PASSED_OVER = 32
 """Long prompts that an admission looks beyond, so that a queue of them costs nothing in every step."""
-
-
-class Cut(Enum):
-    """Which prompts may be computed in parts."""
-
-    ANY = "any"
-    ONLY_FIRST = "only the first sequence of the step"
-    NEVER = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +60,7 @@ class Phases:
         self._beams: IntArray = NO_NUMBERS
         self._swapped_in: list[str] = []
         self._ignored: list[str] = []
-        self._refusals: list[Refusal] = []
+        self._refusals: dict[str, Refusal] = {}  # of each request the last one
         self._swap_outs: BlockPairs = []
         self._swap_ins: BlockPairs = []
         self._copies: dict[Request, BlockPairs] = {}
@@ -89,9 +82,18 @@ class Phases:
         batch = self._state.batch
         return len(batch.decoding_rows()) if batch.has_beams else len(batch) - batch.num_prefilling
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._state.waiting)
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose blocks are in the host tier."""
+        return len(self._state.swapped)
+
     def plan(self) -> StepPlan:
         """Close the step."""
-        self._use_up_budget()
         state, batch, kv, parts = self._state, self._state.batch, self._state.kv, self.parts
         rows = self.decode_rows
         num_decodes = len(rows)
@@ -149,7 +151,7 @@ class Phases:
             preempted=tuple(self.preempted),
             swapped_in=tuple(self._swapped_in),
             ignored=tuple(self._ignored),
-            refusals=tuple(self._refusals),
+            refusals=tuple(self._refusals.values()),
             num_waiting=len(state.waiting),
             num_running=len(state.batch),
             num_used_blocks=state.kv.pool.num_blocks - state.kv.num_available_blocks,
@@ -167,12 +169,14 @@ class Phases:
         return num_candidates(seq.request.sampling_params, len(seq.request.stop_token_ids))
 
     def _explain_first_waiting(self) -> None:
-        refused = {refusal.request_id for refusal in self._refusals}
         for queue in (self._state.swapped, self._state.waiting):
             first = queue.first()
-            if first is not None and first.request_id not in refused:
+            if first is not None and first.request_id not in self._refusals:
                 reason = WaitReason.PREEMPTION if self.preempted else WaitReason.DECODE_STEP
-                self._refusals.append(Refusal(first.request_id, reason))
+                self._refuse(first, reason)
+
+    def _refuse(self, request: Request, reason: WaitReason) -> None:
+        self._refusals[request.request_id] = Refusal(request.request_id, reason)
 
     # Displacement
 
@@ -183,7 +187,7 @@ class Phases:
         before the decodes, so that nothing planned is undone.
         """
         request = self._state.waiting.first()
-        if self._state.order.displaces and request is not None and not self._waits_for_long_prompt(request):
+        if self._state.policies.displaces and request is not None and not self._waits_for_long_prompt(request):
             for victim in eviction.victims_to_admit(self._state, request):
                 self._preempt(victim, for_request=request)
 
@@ -196,6 +200,10 @@ class Phases:
         """
         batch, kv = self._state.batch, self._state.kv
         rows = batch.decoding_rows()
+        if not self.is_empty:
+            rows = self._without_planned(rows)
+        if len(rows) > self.remaining_tokens:
+            rows = self._within_budget(rows)
         needed = batch.num_tokens.take(rows)
         growing = needed > kv.num_tokens_covered.take(rows)
         shared = rows[:0]
@@ -213,6 +221,35 @@ class Phases:
                 # What was preempted holds no blocks, and decodes no more. Nobody else's state has changed.
                 rows = rows[kv.num_blocks[rows] > 0]
         self._add_decodes(rows)
+
+    def _rows_in_step(self) -> BoolArray:
+        """Which rows are in the step: bool [rows]."""
+        is_in_step: BoolArray = np.zeros(self._state.config.max_num_seqs, dtype=np.bool_)
+        is_in_step[self.decode_rows] = True
+        is_in_step[self._beams] = True
+        for part in self.parts:
+            is_in_step[part.seq.row] = True
+        return is_in_step
+
+    def _without_planned(self, rows: IntArray) -> IntArray:
+        """Those of `rows` whose requests have nothing in the step yet."""
+        batch = self._state.batch
+        rows = rows[~self._rows_in_step()[rows]]
+        if batch.num_groups:
+            planned = {part.seq.request for part in self.parts}
+            rows = rows[[seq.request not in planned for seq in batch.sequences[rows]]]
+        return rows
+
+    def _within_budget(self, rows: IntArray) -> IntArray:
+        """The first of `rows` for which there are tokens; all beams of a search or none."""
+        batch = self._state.batch
+        fits = max(0, self.remaining_tokens)
+        next_request = batch.sequences[rows[fits]].request
+        while fits and next_request.sampling_params.use_beam_search:
+            if batch.sequences[rows[fits - 1]].request is not next_request:
+                break
+            fits -= 1
+        return rows[:fits]
 
     def _grow_in_rank_order(self, rows: IntArray, needy: IntArray, missing: IntArray) -> None:
         """Give `missing` blocks to those of the decoding `rows` that need some, preempting where they run out.
@@ -273,14 +310,15 @@ class Phases:
     def _make_room_for(self, request: Request, num_blocks: int) -> bool:
         """Preempt until `num_blocks` are there for `request`; False if it fell itself.
 
-        Only those strictly behind fall, which are not in this plan yet: requests get their blocks in rank order. If
-        all of them would not do, `request` falls instead of them.
+        Only those strictly behind fall, and nobody who is in the step already. If all of them would not do, `request`
+        falls instead of them.
         """
         state = self._state
         num_missing = num_blocks - state.kv.num_available_blocks
         if num_missing <= 0:
             return True
-        victims = eviction.victims_to_grow(state, request, num_missing)
+        is_planned = None if self.is_empty else self._rows_in_step()
+        victims = eviction.victims_to_grow(state, request, num_missing, is_planned)
         for victim in victims:
             self._preempt(victim, for_request=request)
         if victims:
@@ -369,8 +407,10 @@ class Phases:
         what is left of the budget.
         """
         first = self._state.waiting.first()
+        self._behind_waiting = []
+        in_step = {part.seq.row for part in self.parts}
         for seq in self._state.batch.prefilling_sequences():
-            if seq.shares is not None:
+            if seq.shares is not None or seq.row in in_step:
                 continue
             if first is not None and first.rank < seq.request.rank:
                 self._behind_waiting.append((seq, cut))
@@ -378,7 +418,9 @@ class Phases:
                 break
 
     def _go_on(self, seq: Sequence, cut: Cut) -> bool:
-        """Compute more of a sequence that runs; False if the budget does not allow it."""
+        """Compute more of a sequence; False if the budget does not allow it."""
+        if seq.row is None:
+            return True  # it has been preempted since
         if self._why_no_tokens(seq.num_tokens_to_prefill - seq.num_computed_tokens, cut) is not None:
             return False
         self._compute(seq, cut)
@@ -398,7 +440,8 @@ class Phases:
         if self._is_last_round or not self._is_long(seq.num_tokens_to_prefill - seq.num_computed_tokens, cut):
             self._schedule_prompt(seq, self.remaining_tokens)
             return
-        self._held_back.append(seq)
+        if seq not in self._held_back:
+            self._held_back.append(seq)
         if not self._has_long:
             self._has_long = True
             share = min(self._state.config.long_prefill_tokens, -(-self._prompt_budget // 2))
@@ -427,8 +470,11 @@ class Phases:
             for seq in self._state.batch.prefilling_sequences()
         )
 
-    def _use_up_budget(self) -> None:
+    def use_up_budget(self) -> None:
         """Prompts that had to wait for others get their turn, and then long ones what is left, in rank order."""
+        if not self._behind_waiting and not self._held_back:
+            self._is_last_round = True
+            return
         behind, self._behind_waiting = self._behind_waiting, []
         for seq, cut in behind:
             if not self._go_on(seq, cut):
@@ -438,6 +484,8 @@ class Phases:
         for seq in sorted(held_back, key=lambda seq: (seq.request.rank, seq.index)):
             if self.remaining_tokens <= 0:
                 break
+            if seq.row is None:
+                continue  # it has been preempted since
             place = next((i for i, part in enumerate(self.parts) if part.seq is seq), None)
             if place is not None:
                 self.remaining_tokens += self.parts.pop(place).count
@@ -482,7 +530,7 @@ class Phases:
             following = self._state.swapped.after(request)
             reason = self._swap_in(request)
             if reason is not None:
-                self._refusals.append(Refusal(request.request_id, reason))
+                self._refuse(request, reason)
                 if reason is not WaitReason.ADAPTER or request.is_aged:
                     return
             request = following
@@ -506,12 +554,14 @@ class Phases:
         if status is AllocStatus.LATER:
             return WaitReason.NO_BLOCKS
         self._swap_ins += lifecycle.swap_in(state, request)
+        self._refusals.pop(request.request_id, None)
         self._swapped_in.append(request.request_id)
         batch = state.batch
         ready = [seq for seq in sequences if not batch.is_prefilling[seq.row]]
         if ready and not (request.sampling_params.use_beam_search and len(ready) < len(sequences)):
             self._grow(request, ready)
-            self._add_decodes(np.array([seq.row for seq in ready], dtype=np.int32))
+            rows = np.array([seq.row for seq in ready], dtype=np.int32)
+            self._add_decodes(rows)
         self._compute_admitted(sequences, Cut.ANY)
         return None
 
@@ -548,7 +598,7 @@ class Phases:
             elif not self._admit_or_explain(request, cut):
                 break
             request = following
-        self._use_up_budget()
+        self.use_up_budget()
         for request in passed_over:
             if not self._admit_or_explain(request, cut):
                 break
@@ -562,8 +612,9 @@ class Phases:
         """Admit `request`, or note why it waits; False if those behind it have to wait for it."""
         reason = self._admit(request, cut)
         if reason is None:
+            self._refusals.pop(request.request_id, None)
             return True
-        self._refusals.append(Refusal(request.request_id, reason))
+        self._refuse(request, reason)
         return reason is WaitReason.ADAPTER and not request.is_aged
 
     def _admit(self, request: Request, cut: Cut) -> WaitReason | None:
@@ -601,7 +652,7 @@ class Phases:
 
     def _has_displaced_only_for(self, request: Request) -> bool:
         """Whether all preemptions of this step made room for requests of better priority."""
-        return self._state.order.displaces and all(p.for_request_id == request.request_id for p in self.preempted)
+        return self._state.policies.displaces and all(p.for_request_id == request.request_id for p in self.preempted)
 
     def _give_up(self, request: Request) -> None:
         """The request cannot go on even alone: it ends with an error and what it has so far."""

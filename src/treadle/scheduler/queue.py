@@ -1,7 +1,7 @@
 """A queue in rank order."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from treadle.request import Rank, Request
 
@@ -48,6 +48,12 @@ class RankedQueue:
         """Take `request` out; it must be in the queue."""
         del self._requests[self._place(request)]
         self.num_prompt_tokens -= len(request.prompt_token_ids)
+
+    def change_ranks(self, ranks: Mapping[Request, Rank]) -> None:
+        """Give requests of the queue, all or some of them, other ranks."""
+        for request, rank in ranks.items():
+            request.rank = rank
+        self._requests.sort(key=_rank)
 
     def _place(self, request: Request) -> int:
         return bisect_left(self._requests, request.rank, key=_rank)

@@ -18,11 +18,9 @@ from treadle.scheduler.ageing import Ageing
 from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.phases import Phases
 from treadle.scheduler.plan import StepPlan, StepResult
-from treadle.scheduler.policies.registry import (
-    WHOLE_PROMPT_POLICIES,
-    make_phase_policy,
-    make_queue_order,
-)
+from treadle.scheduler.policies.at_work import GuardedStep, PoliciesAtWork
+from treadle.scheduler.policies.base import Moment
+from treadle.scheduler.policies.registry import needs_whole_prompts
 from treadle.scheduler.queue import RankedQueue
 from treadle.scheduler.report import (
     BlockHolders,
@@ -57,7 +55,7 @@ class Scheduler:
                 f"must be at most the {cache_config.num_slots} tokens that the KV pool holds "
                 f"({cache_config.num_blocks} blocks of {cache_config.block_size}); got {config.max_model_len}",
             )
-        if config.policy in WHOLE_PROMPT_POLICIES and config.max_num_batched_tokens < config.max_model_len:
+        if needs_whole_prompts(config.policy) and config.max_num_batched_tokens < config.max_model_len:
             raise ConfigError(
                 "max_num_batched_tokens",
                 f"must be at least max_model_len ({config.max_model_len}) under {config.policy!r}, which "
@@ -65,20 +63,20 @@ class Scheduler:
             )
         self.config = config
         self._clock = clock or SystemClock()
-        self._policy = make_phase_policy(config)
+        kv = KVCacheManager(
+            num_blocks=cache_config.num_blocks,
+            num_host_blocks=cache_config.num_host_blocks,
+            block_size=cache_config.block_size,
+            max_rows=config.max_num_seqs,
+            max_tokens=config.max_model_len,
+            enable_prefix_caching=cache_config.enable_prefix_caching,
+        )
         self._state = SchedulerState(
             config=config,
             clock=self._clock,
-            kv=KVCacheManager(
-                num_blocks=cache_config.num_blocks,
-                num_host_blocks=cache_config.num_host_blocks,
-                block_size=cache_config.block_size,
-                max_rows=config.max_num_seqs,
-                max_tokens=config.max_model_len,
-                enable_prefix_caching=cache_config.enable_prefix_caching,
-            ),
+            kv=kv,
             batch=RunningBatch(config.max_num_seqs, config.max_model_len),
-            order=make_queue_order(config),
+            policies=PoliciesAtWork(config, kv),
         )
         self.report: StepReport | None = None
         self.wants_details = False
@@ -174,12 +172,13 @@ class Scheduler:
         """Queue `request`; InvalidRequestError if it can never run, Overloaded if the queue is full."""
         self.check(request)
         request.arrival_number = self._num_added
-        request.rank = (1, self._state.order.key(request), request.arrival_number)
+        request.rank = (1, self._state.policies.key(request), request.arrival_number)
         if request.seed is None:
             request.seed = derive_seed(self.config.seed, request.arrival_number)
         self._num_added += 1
         self._state.requests[request.request_id] = request
         self._state.waiting.add(request)
+        self._state.policies.added(request)
         self._ageing.watch(request)
         self._arrived.append(request)
 
@@ -214,10 +213,11 @@ class Scheduler:
         state.step += 1
         state.num_cached_tokens = 0
         self._ageing.apply(state)
+        self._renew_ranks()
         before = self._queue_lengths()
         phases = Phases(state)
         phases.displacement()
-        self._policy.run(phases)
+        self._run_phases(phases, before)
         plan = phases.plan()
         report = phases.report(plan)
         if self.wants_details:
@@ -232,6 +232,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take a step's result into the requests: append tokens, see who has ended, free what they held."""
         self._close(plan)
+        if self._state.policies.observes_tokens:
+            self._tell_tokens(plan, result)
         outputs = take_result(self._state, plan, result)
         self._apply_aborts()
         return outputs
@@ -256,6 +258,53 @@ class Scheduler:
         self._apply_aborts()
 
     # Inside
+
+    def _tell_tokens(self, plan: StepPlan, result: StepResult) -> None:
+        """Tell the policies how many tokens the step has computed and generated for each request."""
+        sequences = self._state.batch.sequences
+        num_tokens: dict[Request, tuple[int, int]] = {}
+
+        def count(row: int, num_computed: int, num_generated: int) -> None:
+            request: Request = sequences[row].request
+            before = num_tokens.get(request, (0, 0))
+            num_tokens[request] = (before[0] + num_computed, before[1] + num_generated)
+
+        num_generated = plan.samples.copy()
+        if plan.candidates is not None:
+            num_generated += plan.candidates > 0
+        num_computed = plan.counts
+        if result.num_accepted is not None:
+            num_computed = num_computed.copy()
+            decodes = slice(plan.num_prefills, plan.num_prefills + plan.num_decodes)
+            num_generated[decodes] = num_computed[decodes] = result.num_accepted
+        for entry in zip(plan.rows.tolist(), num_computed.tolist(), num_generated.tolist(), strict=True):
+            count(*entry)
+        for request, tokens in num_tokens.items():
+            self._state.policies.tokens(request, *tokens)
+
+    def _renew_ranks(self) -> None:
+        """Ask the order again where it has changed its mind, or where another one has taken its place."""
+        state, policies = self._state, self._state.policies
+        if policies.changes_while_waiting:
+            num_waiting = len(state.waiting) + len(state.swapped)
+            moment = Moment(state.clock.now(), num_waiting, len(state.batch), state.kv.version)
+            if policies.are_ranks_stale(moment):
+                for queue in (state.waiting, state.swapped):
+                    keys = {request: policies.key(request) for request in queue if not request.is_aged}
+                    queue.change_ranks({r: (1, key, r.arrival_number) for r, key in keys.items()})
+        if policies.ranks_are_void:
+            policies.ranks_are_void = False
+            for request in self.unfinished_requests():
+                lifecycle.change_rank(state, request, (1, policies.key(request), request.arrival_number))
+
+    def _run_phases(self, phases: Phases, before: tuple[int, int, int]) -> None:
+        """Let the phase policy plan the step; where it would stand still, the default takes its place."""
+        policies = self._state.policies
+        policies.run(GuardedStep(phases))
+        phases.use_up_budget()
+        is_stuck = phases.is_empty and self._state.requests and self._queue_lengths() == before
+        if is_stuck and policies.run_default(GuardedStep(phases)):
+            phases.use_up_budget()
 
     def _close(self, plan: StepPlan) -> None:
         if plan is not self._plan:

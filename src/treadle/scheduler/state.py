@@ -8,7 +8,7 @@ from treadle.kvcache import KVCacheManager
 from treadle.request import Request
 from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.beams import BeamSearch
-from treadle.scheduler.policies.protocols import QueueOrder
+from treadle.scheduler.policies.at_work import PoliciesAtWork
 from treadle.scheduler.queue import RankedQueue
 
 
@@ -27,7 +27,7 @@ class SchedulerState:
     """Queues, rows and blocks.
 
     Attributes:
-        config, clock, kv, batch, order: what the phases work with.
+        config, clock, kv, batch, policies: what the phases work with.
         waiting, swapped: queues in rank order; the running queue is the batch.
         requests: every unfinished request by name.
         finished: ended and not handed out yet.
@@ -44,7 +44,7 @@ class SchedulerState:
     clock: Clock
     kv: KVCacheManager
     batch: RunningBatch
-    order: QueueOrder
+    policies: PoliciesAtWork
     waiting: RankedQueue = field(default_factory=RankedQueue)
     swapped: RankedQueue = field(default_factory=RankedQueue)
     requests: dict[str, Request] = field(default_factory=dict)

@@ -1,10 +1,13 @@
 """A step is all prompts or all decodes (Nano-vLLM)."""
 
-from treadle.scheduler.phases import Cut, Phases
+from typing import Self
+
+from treadle.config import SchedulerConfig
+from treadle.scheduler.policies.base import Cut, PhasePolicy, StepBuilder
 from treadle.scheduler.policies.prefill_streak import PrefillStreak
 
 
-class Phased:
+class Phased(PhasePolicy):
     """Prompts first; decodes only in a step that could start or continue no prompt.
 
     Whole prompts, except that the first sequence of a step may be cut to the budget.
@@ -17,14 +20,19 @@ class Phased:
     def __init__(self, max_consecutive_prefills: int) -> None:
         self._streak = PrefillStreak(max_consecutive_prefills)
 
-    def run(self, phases: Phases) -> None:
+    @classmethod
+    def from_config(cls, config: SchedulerConfig) -> Self:
+        """With the bound of `config`."""
+        return cls(config.max_consecutive_prefills)
+
+    def run(self, step: StepBuilder) -> None:
         """Chunks → admissions; if there are none, or decodes are due: decodes → swapped."""
-        if not self._streak.decodes_are_due(phases):
-            phases.chunks(Cut.ONLY_FIRST)
-            phases.admissions(Cut.ONLY_FIRST)
-        if phases.is_empty:
+        if not self._streak.decodes_are_due(step):
+            step.chunks(Cut.ONLY_FIRST)
+            step.admissions(Cut.ONLY_FIRST)
+        if step.is_empty:
             self._streak.decoded()
-            phases.decodes()
-            phases.swapped()
+            step.decodes()
+            step.swapped()
         else:
-            self._streak.prefilled(phases)
+            self._streak.prefilled(step)

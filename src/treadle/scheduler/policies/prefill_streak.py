@@ -1,6 +1,6 @@
 """Keeps policies that put prompts first from starving those that decode."""
 
-from treadle.scheduler.phases import Phases
+from treadle.scheduler.policies.base import StepBuilder
 
 
 class PrefillStreak:
@@ -14,13 +14,13 @@ class PrefillStreak:
         self._limit = limit
         self._length = 0
 
-    def decodes_are_due(self, phases: Phases) -> bool:
+    def decodes_are_due(self, step: StepBuilder) -> bool:
         """Whether this step has to decode."""
-        return phases.num_decoding > 0 and self._length >= self._limit
+        return step.num_decoding > 0 and self._length >= self._limit
 
-    def prefilled(self, phases: Phases) -> None:
+    def prefilled(self, step: StepBuilder) -> None:
         """This step is for prompts."""
-        if phases.num_decoding:
+        if step.num_decoding:
             self._length += 1
 
     def decoded(self) -> None:

@@ -1,81 +1,181 @@
-"""Finds policies by name: those that come with Treadle, and those that other packages bring.
+"""Finds policies by name, those that come with Treadle and those that other packages bring, and checks them in full.
 
-A package registers its own under the entry-point group `treadle.policies`; the entry's name is what the user
-gives as `scheduler` or `order`, and it is called without arguments.
+A package registers its own under the entry-point group `treadle.policies`; the entry's name is what the user gives as
+`scheduler`, `order` or `victim_policy`. A class may be given instead of a name.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 from treadle.config import SchedulerConfig
 from treadle.errors import ConfigError
+from treadle.scheduler.policies.base import PhasePolicy, Policy, QueueOrder, VictimPolicy
 from treadle.scheduler.policies.chunked import Chunked
+from treadle.scheduler.policies.fair import Fair
+from treadle.scheduler.policies.least_slack import LeastSlack
 from treadle.scheduler.policies.orders import (
+    CacheAware,
     Deadline,
-    Fair,
     FirstComeFirstServed,
     Priority,
     ShortestFirst,
 )
 from treadle.scheduler.policies.phased import Phased
 from treadle.scheduler.policies.prefill_first import PrefillFirst
-from treadle.scheduler.policies.protocols import PhasePolicy, QueueOrder
 from treadle.scheduler.policies.three_phase import ThreePhase
+from treadle.scheduler.policies.victims import LastInRank, LeastComputed
 
 ENTRY_POINT_GROUP = "treadle.policies"
 
-PHASE_POLICIES: Mapping[str, Callable[[SchedulerConfig], PhasePolicy]] = {
-    "chunked": lambda config: Chunked(),
-    "three-phase": lambda config: ThreePhase(),
-    "prefill-first": lambda config: PrefillFirst(config.max_consecutive_prefills),
-    "phased": lambda config: Phased(config.max_consecutive_prefills),
-}
-WHOLE_PROMPT_POLICIES = frozenset({"three-phase", "prefill-first"})
-"""These admit only prompts that fit a step whole."""
-
-QUEUE_ORDERS: Mapping[str, Callable[[], QueueOrder]] = {
-    "fcfs": FirstComeFirstServed,
-    "priority": Priority,
-    "shortest-first": ShortestFirst,
-    "fair": Fair,
-    "deadline": Deadline,
-}
+HOOKS = {"added": 1, "admitted": 1, "tokens": 3, "ended": 1}
+"""Hooks of every policy, and the arguments that each is called with."""
 
 
-def check_policy_names(config: SchedulerConfig) -> None:
-    """Raise ConfigError for a phase policy or an order that does not exist."""
-    _find("scheduler", "policy", config.policy, PHASE_POLICIES)
-    _find("order", "order", config.order, QUEUE_ORDERS)
+class Kind(NamedTuple):
+    """One of the three kinds of policies.
+
+    Attributes:
+        field: the setting that names one.
+        noun: what an error message calls it.
+        base: the class that leaves the first of `methods` to the policy.
+        builtin: those that come with Treadle; the first one is the default.
+        methods: name → number of arguments, beside the hooks.
+        flags: attributes that are True or False.
+    """
+
+    field: str
+    noun: str
+    base: type[Policy]
+    builtin: Mapping[str, type[Any]]
+    methods: Mapping[str, int]
+    flags: tuple[str, ...]
+
+
+PHASES = Kind(
+    "scheduler",
+    "policy",
+    PhasePolicy,
+    {"chunked": Chunked, "three-phase": ThreePhase, "prefill-first": PrefillFirst, "phased": Phased},
+    {"run": 1},
+    ("needs_whole_prompts",),
+)
+ORDERS = Kind(
+    "order",
+    "order",
+    QueueOrder,
+    {
+        "fcfs": FirstComeFirstServed,
+        "priority": Priority,
+        "shortest-first": ShortestFirst,
+        "fair": Fair,
+        "deadline": Deadline,
+        "least-slack": LeastSlack,
+        "cache-aware": CacheAware,
+    },
+    {"key": 1, "is_stale": 1},
+    ("displaces", "is_by_arrival", "changes_while_waiting"),
+)
+VICTIMS = Kind(
+    "victim_policy",
+    "victim policy",
+    VictimPolicy,
+    {"last-in-rank": LastInRank, "least-computed": LeastComputed},
+    {"order": 1},
+    (),
+)
+
+
+def check_policies(config: SchedulerConfig) -> None:
+    """Raise ConfigError for a policy that does not exist or cannot do what it has to."""
+    find(PHASES, config.policy)
+    find(ORDERS, config.order)
+    find(VICTIMS, config.victim_policy)
+
+
+def needs_whole_prompts(policy: str | type[Any]) -> bool:
+    """Whether the phase policy, a name or a class, starts only prompts that fit a step; ConfigError if unknown."""
+    return bool(find(PHASES, policy).needs_whole_prompts)
 
 
 def make_phase_policy(config: SchedulerConfig) -> PhasePolicy:
-    """The phase policy that `config.policy` names; ConfigError for an unknown name."""
-    builtin = PHASE_POLICIES.get(config.policy)
-    if builtin is not None:
-        return builtin(config)
-    policy: PhasePolicy = _find("scheduler", "policy", config.policy, PHASE_POLICIES)()
-    _require(policy, "run", "scheduler", config.policy)
+    """The phase policy of `config`, with its settings; ConfigError if there is none."""
+    policy: PhasePolicy = _make(PHASES, config.policy, config)
     return policy
 
 
 def make_queue_order(config: SchedulerConfig) -> QueueOrder:
-    """The order that `config.order` names; ConfigError for an unknown name."""
-    order: QueueOrder = _find("order", "order", config.order, QUEUE_ORDERS)()
-    _require(order, "key", "order", config.order)
+    """The order of `config`, with its settings; ConfigError if there is none."""
+    order: QueueOrder = _make(ORDERS, config.order, config)
     return order
 
 
-def _find(field: str, kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
-    if name in builtin:
-        return builtin[name]
+def make_victim_policy(config: SchedulerConfig) -> VictimPolicy:
+    """The victim policy of `config`, with its settings; ConfigError if there is none."""
+    policy: VictimPolicy = _make(VICTIMS, config.victim_policy, config)
+    return policy
+
+
+def make_default(kind: Kind, config: SchedulerConfig) -> Any:
+    """The policy of that kind that cannot fail."""
+    return next(iter(kind.builtin.values())).from_config(config)
+
+
+def find(kind: Kind, name: str | type[Any]) -> type[Any]:
+    """The checked class of that name; ConfigError if there is none or it lacks something."""
+    if isinstance(name, type):
+        _check(kind, name.__name__, name)
+        return name
+    if not isinstance(name, str):
+        raise ConfigError(kind.field, f"{name!r} is neither a name nor a class")
+    if name in kind.builtin:
+        return kind.builtin[name]
     others = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if name in others:
-        return others[name].load()
-    known = ", ".join([*sorted(builtin), *sorted(others)])
-    raise ConfigError(field, f"unknown {kind} {name!r}; there are {known}")
+    if name not in others:
+        known = ", ".join([*sorted(kind.builtin), *sorted(others)])
+        raise ConfigError(kind.field, f"unknown {kind.noun} {name!r}; there are {known}")
+    try:
+        found = others[name].load()
+    except Exception as error:
+        raise ConfigError(kind.field, f"{name!r} cannot be imported ({error!r})") from error
+    _check(kind, name, found)
+    policy: type[Any] = found
+    return policy
 
 
-def _require(policy: Any, method: str, field: str, name: str) -> None:
-    if not callable(getattr(policy, method, None)):
-        raise ConfigError(field, f"{name!r} has no method {method}(), so it cannot serve as {field}")
+def _make(kind: Kind, name: str | type[Any], config: SchedulerConfig) -> Any:
+    found = find(kind, name)
+    try:
+        return found.from_config(config)
+    except Exception as error:
+        raise ConfigError(kind.field, f"{_name(name)!r} failed in from_config(): {error!r}") from error
+
+
+def _name(name: str | type[Any]) -> str:
+    return name if isinstance(name, str) else name.__name__
+
+
+def _check(kind: Kind, name: str, found: Any) -> None:
+    """Raise ConfigError unless `found` is a class with all that a policy of this kind has."""
+    if not isinstance(found, type):
+        raise ConfigError(kind.field, f"{name!r} is {found!r}; it has to be a class")
+    to_write = next(iter(kind.methods))
+    for method, num_arguments in {**kind.methods, **HOOKS, "from_config": 1}.items():
+        is_left_out = method == to_write and getattr(found, method, None) is getattr(kind.base, method)
+        if is_left_out or not callable(getattr(found, method, None)):
+            raise ConfigError(kind.field, f"{name!r} has no method {method}(), so it cannot serve as {kind.field}")
+        is_bound = isinstance(inspect.getattr_static(found, method), (classmethod, staticmethod))
+        if method == "from_config" and not is_bound:
+            raise ConfigError(kind.field, f"{name!r}: from_config() has to be a classmethod")
+        arguments = [None] * (num_arguments + (not is_bound))
+        try:
+            inspect.signature(getattr(found, method)).bind(*arguments)
+        except TypeError as error:
+            raise ConfigError(
+                kind.field, f"{name!r}: {method}() has to take {num_arguments} arguments beside self ({error})"
+            ) from error
+    for flag in kind.flags:
+        value = getattr(found, flag, None)
+        if not isinstance(value, bool):
+            raise ConfigError(kind.field, f"{name!r}: {flag} has to be True or False, got {value!r}")

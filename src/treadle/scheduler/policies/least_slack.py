@@ -1,0 +1,70 @@
+"""Who can wait least."""
+
+from typing import Self
+
+from treadle.config import SchedulerConfig
+from treadle.scheduler.policies.base import MAX_RERANKED, Moment, QueueOrder, RequestView
+
+WEIGHT = 0.1
+"""Of the latest value in the running averages."""
+
+MAX_DRIFT = 0.25
+"""Waiting requests are asked again when an average has moved by this share since they were asked."""
+
+
+class LeastSlack(QueueOrder):
+    """The least slack first: the time until the deadline, less the time that the rest of the request will take.
+
+    That time is estimated as a number of steps, those for its prompt and one for each further token, times the
+    average duration of a step. The length of an output is the average one, but no more than the request may have.
+    Requests without a deadline go last.
+
+    Args:
+        max_num_batched_tokens: most tokens of one step.
+    """
+
+    changes_while_waiting = True
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self._step_tokens = max_num_batched_tokens
+        self._step_s = 0.0
+        self._num_output_tokens = 0.0
+        self._asked_with = (0.0, 0.0)
+        self._last: Moment | None = None
+
+    @classmethod
+    def from_config(cls, config: SchedulerConfig) -> Self:
+        """With the budget of `config`."""
+        return cls(config.max_num_batched_tokens)
+
+    def key(self, request: RequestView) -> float:
+        """The latest time at which it can start and be done by its deadline."""
+        done = request.num_output_tokens / request.num_sequences
+        longest = self._num_output_tokens if request.max_tokens is None else request.max_tokens
+        num_output_tokens = max(min(longest, self._num_output_tokens) - done, 1.0)
+        num_prefill_steps = -(-(request.num_prompt_tokens + request.num_output_tokens) // self._step_tokens)
+        return request.deadline - (num_prefill_steps + num_output_tokens) * self._step_s
+
+    def is_stale(self, moment: Moment) -> bool:
+        """Whether the averages have moved; measures the step before."""
+        last, self._last = self._last, moment
+        if last is not None and last.num_running:
+            self._step_s = _average(self._step_s, moment.now - last.now)
+        averages = (self._step_s, self._num_output_tokens)
+        has_moved = any(
+            abs(now - before) > MAX_DRIFT * before for now, before in zip(averages, self._asked_with, strict=True)
+        )
+        if not has_moved or moment.num_waiting > MAX_RERANKED:
+            return False
+        self._asked_with = averages
+        return True
+
+    def ended(self, request: RequestView) -> None:
+        """Its output counts for the average."""
+        if request.num_output_tokens:
+            length = request.num_output_tokens / request.num_sequences
+            self._num_output_tokens = _average(self._num_output_tokens, length)
+
+
+def _average(before: float, value: float) -> float:
+    return value if not before else before + WEIGHT * (value - before)
