@@ -53,6 +53,17 @@ def test_rope_divisors_are_llama3_scaling(tmp_path):
     assert (logits_of(loaded, model, prompt) - reference_logits(oracle, prompt)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("name", gguf_names())
+def test_names_of_weights_equal_the_gguf_packages(name):
+    arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    theirs = gguf.get_tensor_name_map(arch, 12)
+    weights = find_gguf(name).weights
+    for pattern in weights.names:
+        weight = pattern.format(11)
+        if not pattern.endswith("_norm") or name == "qwen3":  # only Qwen3 has norms of queries and keys
+            assert weights.name_of(f"{weight}.weight") == f"{theirs.get_name(weight)}.weight"
+
+
 def test_unsupported_type_is_named(tmp_path):
     path = tmp_path / "model.gguf"
     write_llama_gguf(path, gguf.GGMLQuantizationType.Q5_0)

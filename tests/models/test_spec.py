@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from support.native import RUNNABLE, native_library
 from treadle.backends.cpu.model import NativeModel, why_not_native
@@ -89,6 +90,36 @@ def test_layers_that_only_torch_computes(layer, message):
     if RUNNABLE:
         with pytest.raises(UnsupportedModelError, match=message):
             native_pass(spec)
+
+
+class RandomWeights:
+    """Numbers that depend on the name only; those of layer 1's MLP are given zeros up to the size asked for."""
+
+    def get(self, name, shape, dtype):
+        own = tuple(min(n, 12) for n in shape) if ".1.mlp." in name else shape
+        tensor = torch.zeros(shape, dtype=dtype)
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        tensor[tuple(map(slice, own))] = torch.randn(own, generator=generator)
+        return tensor
+
+
+def test_torch_computes_layers_of_different_sizes():
+    """A layer of a smaller intermediate size computes what a large one does whose other weights are zero."""
+
+    def causal(layer, q, k, v):
+        keys, values = k.view(len(k), 2, 8), v.view(len(v), 2, 8)
+        q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
+        out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+    hidden = []
+    for layers in ((mlp(intermediate_size=20), mlp(intermediate_size=12)), (mlp(intermediate_size=20),) * 2):
+        model = LlamaModel(
+            spec_of(*layers), RandomWeights(), dtype=torch.float32, device=torch.device("cpu"), max_model_len=16
+        )
+        tokens = torch.arange(6)
+        hidden.append(model.forward(tokens, tokens, causal))
+    assert torch.allclose(hidden[0], hidden[1], atol=1e-5)
 
 
 def test_sizes_that_the_kernels_refuse():
