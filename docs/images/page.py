@@ -1,8 +1,8 @@
-"""Takes the picture of the page in the docs: a server under load, stopped at a preemption.
+"""Takes the screenshots of the page for the docs: a server under load, paused at a preemption.
 
     .venv/bin/python docs/images/page.py
 
-Needs Chromium, which Playwright drives.
+Needs Chromium; Playwright drives it.
 """
 
 import shutil
