@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all the set-up they need.
+# `make demo` and `make test` install everything they need.
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +32,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-# The kernels read and write nothing outside their buffers.
+# Checks that the kernels read and write only inside their buffers.
 sanitize: $(READY)
 	TREADLE_TEST_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
 		$(BIN)/pytest -q -p no:cacheprovider tests/backends tests/runner
