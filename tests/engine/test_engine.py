@@ -73,7 +73,7 @@ def test_an_abort_gives_what_there_is(tiny):
 
 
 def test_the_step_table_tells_what_happened(tiny):
-    # Three requests of 2 to 10 tokens in a pool of 5 blocks of 4, 8 tokens a step.
+    # Three requests of 2 to 8 tokens in a pool of 5 blocks of 4, 8 tokens a step.
     engine = TestEngine(
         tiny.loaded, tiny.weights, num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=8,
         admission_headroom=0, enable_prefix_caching=False,
@@ -81,13 +81,13 @@ def test_the_step_table_tells_what_happened(tiny):
     steps = StepTableObserver()
     engine.engine.add_observer(steps)
     engine.add("a", [5] * 2, GREEDY)
-    engine.add("b", [6] * 10, GREEDY)
+    engine.add("b", [6] * 8, GREEDY)
     engine.add("c", [7] * 4, GREEDY)
     engine.run()
     text = steps.table.render()
     assert text.splitlines()[0].split() == ["step", "tokens", "a", "b", "c"]
-    assert "prefill 6 of 10" in text
-    assert "prefill 6+4 of 10" in text
+    assert "prefill 6 of 8" in text
+    assert "prefill 6+2 of 8" in text
     assert "waiting: token budget used up" in text
     assert "preempted" in text
     assert "re-prefill" in text
