@@ -14,7 +14,7 @@ SOURCE = Path(treadle.__file__).parent
 # The rooms in the order in which data flows; a room imports only rooms above it.
 ROOMS = [
     {"errors", "_version"},
-    {"structured_outputs", "settings"},
+    {"structured_outputs", "settings", "extras"},
     {"clock", "sampling_params", "outputs", "memory", "logs", "lora"},
     {"request", "config"},
     {"kvcache"},

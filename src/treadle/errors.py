@@ -7,6 +7,7 @@
     ├── ConfigError (ValueError)           an invalid engine setting
     ├── ModelLoadError (ValueError)        a model that cannot be found or read
     │   └── UnsupportedModelError          a readable model that Treadle cannot compute
+    ├── MissingPackageError (ImportError)  a part of Treadle whose optional packages are not installed
     ├── Overloaded (RuntimeError)          the queue is full; retry later
     └── EngineError (RuntimeError)         the engine failed while serving
 """
@@ -42,6 +43,10 @@ class ModelLoadError(TreadleError, ValueError):
 
 class UnsupportedModelError(ModelLoadError):
     """A model that Treadle can read but cannot compute."""
+
+
+class MissingPackageError(TreadleError, ImportError):
+    """A part of Treadle whose optional packages are not installed; the message says which extra brings them."""
 
 
 class Overloaded(TreadleError, RuntimeError):  # noqa: N818 - a state of the engine, not a mistake

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.cli import EXIT_INTERRUPTED
 from treadle.errors import InvalidRequestError
+from treadle.extras import extra
 from treadle.loadgen import report, workload
 from treadle.settings import check_count
 
@@ -85,10 +86,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    import uvloop
     from tqdm import tqdm
 
-    from treadle.loadgen import client
+    with extra("bench", "treadle bench serve"):
+        import uvloop
+
+        from treadle.loadgen import client
 
     _check(args)
     bounds = _bounds(args.goodput)

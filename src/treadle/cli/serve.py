@@ -9,6 +9,7 @@ import signal
 
 from treadle.cli.options import add_engine_options, engine_options
 from treadle.errors import ConfigError
+from treadle.extras import extra
 
 logger = logging.getLogger("treadle")
 
@@ -68,10 +69,11 @@ def _spare_what_stays() -> None:
 def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536:
         raise ConfigError("--port", f"must be between 0 and 65535, got {args.port}")
+    with extra("serve", "treadle serve"):
+        from treadle.server.app import create_app
+        from treadle.server.http import HttpServer
     from treadle.build import build_engine
     from treadle.engine_config import EngineConfig
-    from treadle.server.app import create_app
-    from treadle.server.http import HttpServer
 
     options = engine_options(args)
     if args.model_name is not None:

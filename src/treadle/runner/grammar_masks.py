@@ -1,15 +1,17 @@
 """Structured outputs: tokens that would break a sequence's grammar get no probability."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from llguidance import LLExecutor
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from treadle.backends.inputs import IntArray
 from treadle.runner.row_table import RowTable
 from treadle.text.grammar import Grammar, Matcher
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
 
 
 class GrammarMasks:
@@ -40,6 +42,9 @@ class GrammarMasks:
             place: int32 [n], row of `values` for each entry.
             table, rows: whose the entries are, int32 [n]; a row may stand there several times.
         """
+        from llguidance import LLExecutor
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
         if self._executor is None:
             self._executor = LLExecutor(self._threads)
         vocab_size = values.shape[1]

@@ -1,4 +1,7 @@
-"""Grammars for structured outputs, based on llguidance: which tokens may come next in a constrained text."""
+"""Grammars for structured outputs, based on llguidance: which tokens may come next in a constrained text.
+
+llguidance comes with the extra `structured` and is imported when the first request asks for a form.
+"""
 
 import json
 import threading
@@ -6,14 +9,13 @@ import weakref
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
-
-from treadle.errors import InvalidRequestError
+from treadle.errors import InvalidRequestError, MissingPackageError
+from treadle.extras import extra
 from treadle.structured_outputs import StructuredOutputsParams
 from treadle.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import llguidance
     from llguidance._lib import JsonCompileOptions
 
 FIELD = "structured_outputs"
@@ -29,7 +31,7 @@ class Grammar:
         start: a matcher that has seen nothing; it stays so.
     """
 
-    def __init__(self, text: str, start: llguidance.LLMatcher) -> None:
+    def __init__(self, text: str, start: "llguidance.LLMatcher") -> None:
         self.text = text
         self._start = start
 
@@ -45,7 +47,7 @@ class Matcher:
     by another: tokens that no longer match are rolled back.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, matcher: "llguidance.LLMatcher") -> None:
         self.backend = matcher
         self._seen: list[int] = []
 
@@ -92,7 +94,10 @@ class GrammarCompiler:
         if not self._eos_token_ids:
             raise InvalidRequestError(FIELD, "require a model with an end-of-sequence token")
         try:
-            text = _grammar_text(params)
+            with extra("structured", "an answer of a given form"):
+                text = _grammar_text(params)
+        except MissingPackageError as error:
+            raise InvalidRequestError(FIELD, str(error)) from error
         except ValueError as error:
             raise InvalidRequestError(FIELD, str(error)) from None
         return self.find(text)
@@ -109,6 +114,8 @@ class GrammarCompiler:
         return in_use
 
     def _compile(self, text: str) -> Grammar:
+        import llguidance
+
         matcher = llguidance.LLMatcher(self._get_vocabulary(), text, log_level=0)
         if matcher.is_error():
             raise InvalidRequestError(FIELD, matcher.get_error().strip())

@@ -1,0 +1,27 @@
+"""Parts of Treadle that need packages of an optional extra, and what is said where these are missing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from treadle.errors import MissingPackageError
+
+
+@contextmanager
+def extra(name: str, what: str) -> Iterator[None]:
+    """Turn a failed import of a package within the block into an error that says how to install it.
+
+    Args:
+        name: the extra, as pyproject.toml has it.
+        what: the part of Treadle that needs it.
+
+    Raises:
+        MissingPackageError: a package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "treadle":
+            raise
+        raise MissingPackageError(
+            f"{what} needs the package {error.name}, which is not installed; pip install 'treadle[{name}]'"
+        ) from error
