@@ -31,7 +31,7 @@ KINDS = {
 def logprobs_of(llm: LLM, token_ids: list[int]) -> torch.Tensor:
     """Log-probabilities after every token but the last: [n - 1, V]."""
     seen = []
-    sampler = llm.engine._runner._backend.sampler
+    sampler = llm.engine.runner.backend.sampler
     report = sampler.report
 
     def spy(values, place, *rest):

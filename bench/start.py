@@ -23,7 +23,7 @@ ready = time.time()
 llm.generate("Hello", SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
 first = time.time()
 params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-slots = llm._built.cache_config.num_slots
+slots = llm.cache_config.num_slots
 for i in range(0, slots, 1024):
     prompt = [100 + (i * 7 + j * 13) % 40000 for j in range(1000)]
     llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)

@@ -11,6 +11,8 @@ import statistics
 import time
 
 from treadle import LLM, SamplingParams
+from treadle.kernels.cpu.build import best_build
+from treadle.kernels.cpu.library import load_library
 
 
 class Timed:
@@ -28,6 +30,7 @@ class Timed:
 
 
 NATIVE = ("treadle_forward", "treadle_logits", "treadle_draw", "treadle_report", "treadle_penalize")
+SAMPLING = NATIVE[2:]
 
 
 def main() -> None:
@@ -35,15 +38,30 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
-    llm = LLM(quantization="int8", kv_cache_memory="1G", log_stats_interval_s=0, max_num_batched_tokens=512)
-    dll = llm.engine._runner._backend._engine._dll
+    build = best_build()
+    if build is None:
+        raise SystemExit("this processor cannot run the native kernels: they need AVX2")
+    llm = LLM(
+        quantization="int8", cpu_kernels=build, kv_cache_memory="1G", log_stats_interval_s=0,
+        max_num_batched_tokens=512,
+    )  # fmt: skip
+    dll = load_library(build).dll  # the one that the engine calls
     timed = {name: Timed(getattr(dll, name)) for name in NATIVE}
     for name, function in timed.items():
         setattr(dll, name, function)
 
-    def native_seconds() -> float:
-        return sum(function.seconds for function in timed.values())
+    def seconds(names) -> float:
+        return sum(timed[name].seconds for name in names)
 
+    step, steps = llm.engine.step, []
+
+    def timed_step():
+        native, sampling, start = seconds(NATIVE), seconds(SAMPLING), time.perf_counter()
+        outputs = step()
+        steps.append((time.perf_counter() - start, seconds(NATIVE) - native, seconds(SAMPLING) - sampling))
+        return outputs
+
+    llm.engine.step = timed_step
     kinds = {
         "greedy": {"temperature": 0.0},
         "temperature, top_p": {"temperature": 0.8, "top_p": 0.95},
@@ -55,21 +73,9 @@ def main() -> None:
     for count in args.sequences:
         for title, options in kinds.items():
             params = SamplingParams(max_tokens=args.steps + 8, ignore_eos=True, detokenize=False, **options)
-            for i in range(count):
-                request = llm._make_requests([{"prompt_token_ids": [100 + i, 7, 8]}], params, {})[0]
-                llm.engine.add_request(request)
-            steps = []
-            while llm.engine.has_unfinished_requests:
-                before, sampling = native_seconds(), sum(timed[name].seconds for name in NATIVE[2:])
-                start = time.perf_counter()
-                llm.engine.step()
-                steps.append(
-                    (
-                        time.perf_counter() - start,
-                        native_seconds() - before,
-                        sum(timed[name].seconds for name in NATIVE[2:]) - sampling,
-                    )
-                )
+            steps.clear()
+            prompts = [{"prompt_token_ids": [100 + i, 7, 8]} for i in range(count)]
+            llm.generate(prompts, params, use_tqdm=False)
             steady = steps[-args.steps : -2]
             total = statistics.median(step for step, _, _ in steady)
             native = statistics.median(inside for _, inside, _ in steady)

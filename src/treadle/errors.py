@@ -21,12 +21,14 @@ class InvalidRequestError(TreadleError, ValueError):
     """An invalid request. Nothing was queued.
 
     Attributes:
-        field: name of the invalid argument, as the caller spells it.
+        field: the argument that is wrong, as the caller spells it.
+        problem: what is wrong with it, without the field's name.
     """
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
         self.field = field
+        self.problem = problem
 
 
 class ConfigError(TreadleError, ValueError):

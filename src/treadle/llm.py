@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from treadle.build import build_engine
+from treadle.config import CacheConfig
 from treadle.engine import Engine
 from treadle.engine.shared_engine import SharedEngine
 from treadle.engine_config import EngineConfig
@@ -101,6 +102,11 @@ class LLM:
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together."""
         return self._built.limits.max_model_len
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        """Shape of the KV cache: blocks of each tier, slots of a block."""
+        return self._built.cache_config
 
     @property
     def load_time_s(self) -> float:

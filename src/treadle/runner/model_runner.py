@@ -37,6 +37,11 @@ class ModelRunner:
         self._table = RowTable(max_num_seqs, max_model_len, backend.block_size)
         self._sampler = Sampler(backend.sampling_kernels, find_grammar, backend.num_threads)
 
+    @property
+    def backend(self) -> Backend:
+        """What computes the forward pass."""
+        return self._backend
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         if len(plan.drafts):

@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 
 from treadle._version import __version__
 from treadle.build import BuiltEngine
-from treadle.engine.state_record import describe_state
 from treadle.errors import EngineError, InvalidRequestError, Overloaded
 from treadle.page import CONTENT_SECURITY_POLICY, CONTENT_TYPES, static_files
 from treadle.server.chat import Chat, render_chat
@@ -94,7 +93,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         try:
             streams = await call.start()
         except InvalidRequestError as error:
-            raise request.in_its_words(error) from None
+            raise request.with_its_field(error) from None
         if not request.stream:
             return JSONResponse(await call.answer(streams, http))
         return StreamingResponse(_tell_errors(call.stream(streams)), media_type="text/event-stream")
@@ -119,7 +118,7 @@ async def _tell_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
-    tokenizer = service.built.tokenizer
+    tokenizer = service.tokenizer
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> JSON:
@@ -133,7 +132,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
             chat = ChatRequest(messages=request.messages, add_generation_prompt=request.add_generation_prompt)
             text, add_special_tokens = render_chat(service, chat), False
         ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        body: JSON = {"count": len(ids), "max_model_len": service.built.limits.max_model_len, "tokens": ids}
+        body: JSON = {"count": len(ids), "max_model_len": service.limits.max_model_len, "tokens": ids}
         if request.return_token_strs:
             body["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
         return body
@@ -141,7 +140,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> JSON:
         service.check_model(request.model)
-        vocab_size = service.built.limits.vocab_size
+        vocab_size = service.limits.vocab_size
         for token_id in request.tokens:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequestError(
@@ -151,13 +150,13 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> JSON:
-        template = service.built.chat_template
+        template = service.chat_template
         return {
             "tokenizer_class": type(tokenizer).__name__,
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
             "chat_template": None if template is None else template.source,
-            "max_model_len": service.built.limits.max_model_len,
+            "max_model_len": service.limits.max_model_len,
         }
 
 
@@ -167,7 +166,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
         "object": "model",
         "created": service.created,
         "owned_by": "treadle",
-        "max_model_len": service.built.limits.max_model_len,
+        "max_model_len": service.limits.max_model_len,
     }
 
     @app.get("/v1/models")
@@ -200,11 +199,9 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 
 def _add_scheduler(app: FastAPI, service: Service, feed: StepFeed) -> None:
-    engine = service.built.engine
-
     @app.get("/scheduler/state")
     async def state() -> JSON:
-        return await service.engine.call(lambda: describe_state(engine.scheduler, engine.clock.now()))
+        return await service.scheduler_state()
 
     @app.get("/scheduler/steps", responses=EVENTS)
     async def steps() -> Response:

@@ -16,8 +16,8 @@ RESERVED_TEMPLATE_NAMES = {"messages", "add_generation_prompt", "bos_token", "eo
 
 
 def render_chat(service: Service, request: ChatRequest) -> str:
-    """Render the messages with the model's chat template."""
-    template = service.built.chat_template
+    """The prompt that the model's chat template makes of the messages."""
+    template = service.chat_template
     if template is None:
         raise InvalidRequestError("messages", f"the model {service.model_name!r} has no chat template")
     taken = RESERVED_TEMPLATE_NAMES & set(request.chat_template_kwargs)
@@ -45,7 +45,7 @@ class Chat(Call[ChatRequest]):
         self._num_top = request.top_logprobs or 0
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequestError("top_logprobs", "requires logprobs=true")
-        most = service.built.limits.max_logprobs
+        most = service.limits.max_logprobs
         if not 0 <= self._num_top <= most:
             raise InvalidRequestError("top_logprobs", f"must be between 0 and {most}, got {self._num_top}")
 

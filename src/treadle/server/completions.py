@@ -129,7 +129,7 @@ class Completion(Call[CompletionRequest]):
 
     @property
     def _tokenizer(self) -> Tokenizer:
-        return self._service.built.tokenizer
+        return self._service.tokenizer
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

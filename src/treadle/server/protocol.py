@@ -176,10 +176,10 @@ class GenerationRequest(BaseModel):
             structured_outputs=self._structured_outputs(),
         )
 
-    def in_its_words(self, error: InvalidRequestError) -> InvalidRequestError:
-        """The error with the client's field name: `response_format` is converted to structured outputs."""
+    def with_its_field(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The error with the field that the client set: structured outputs may come from a response_format."""
         if self.structured_outputs is None and error.field.startswith("structured_outputs"):
-            return InvalidRequestError("response_format", str(error).partition(": ")[2])
+            return InvalidRequestError("response_format", error.problem)
         return error
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:

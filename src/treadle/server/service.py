@@ -10,6 +10,7 @@ from starlette.requests import Request as HTTPRequest
 
 from treadle.build import BuiltEngine
 from treadle.engine.async_engine import AsyncEngine, RequestStream
+from treadle.engine.state_record import describe_state
 from treadle.errors import EngineError, InvalidRequestError
 from treadle.outputs import RequestOutput
 from treadle.sampling_params import SamplingParams
@@ -34,20 +35,37 @@ class Service:
 
     Args:
         built: the engine and what belongs to it.
-        model_name: name of the model in the API.
+        model_name: what clients call the model.
+
+    Attributes:
+        model_name: the same.
+        engine: runs the steps.
+        tokenizer: of the model.
+        chat_template: None if the model has none.
+        limits: what a request may ask for.
+        created: when the server started, seconds since 1970.
+        is_stopping: whether it takes no requests any more.
     """
 
     def __init__(self, built: BuiltEngine, model_name: str) -> None:
-        self.built = built
+        self._built = built
         self.model_name = model_name
         self.engine = AsyncEngine(built.engine)
+        self.tokenizer = built.tokenizer
+        self.chat_template = built.chat_template
+        self.limits = built.limits
         self.created = int(time.time())
         self.is_stopping = False
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """The model's default sampling parameters."""
-        return dict(self.built.sampling_defaults)
+        """Sampling parameters that the model asks for."""
+        return dict(self._built.sampling_defaults)
+
+    async def scheduler_state(self) -> dict[str, Any]:
+        """The queues and what runs, between two steps; EngineError if the engine is dead."""
+        engine = self._built.engine
+        return await self.engine.call(lambda: describe_state(engine.scheduler, engine.clock.now()))
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless `name` is the served model or None."""
@@ -87,16 +105,16 @@ class Service:
         ids = [request_id if len(prompts) == 1 else f"{request_id}-{i}" for i in range(len(prompts))]
         # Tokenizing a long text takes a while and releases the GIL.
         requests = await asyncio.to_thread(
-            lambda: self.built.input_processor.make_requests(
+            lambda: self._built.input_processor.make_requests(
                 ids,
                 prompts,
                 [params] * len(prompts),
                 [options] * len(prompts),
-                arrival_time=self.built.engine.clock.now(),
+                arrival_time=self._built.engine.clock.now(),
                 add_special_tokens=add_special_tokens,
             )
         )
-        max_model_len = self.built.limits.max_model_len
+        max_model_len = self.limits.max_model_len
         for request in requests:
             num_prompt_tokens = len(request.prompt_token_ids)
             if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
