@@ -121,8 +121,10 @@ class GrammarCompiler:
             raise InvalidRequestError(FIELD, matcher.get_error().strip())
         return Grammar(text, matcher)
 
-    def _get_vocabulary(self) -> llguidance.LLTokenizer:
+    def _get_vocabulary(self) -> "llguidance.LLTokenizer":
         """The vocabulary in llguidance's form, built for the first request (a quarter of a second)."""
+        import llguidance
+
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
@@ -133,6 +135,9 @@ class GrammarCompiler:
 
 def _grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar in llguidance's syntax."""
+    import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
+
     matcher = llguidance.LLMatcher
     if params.is_json:
         schema = {"type": "object"} if params.json is None else params.json
