@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from treadle.engine import Engine
 from treadle.engine.observers import Observer, StatsLogger
 from treadle.engine.recorder import StepRecorder
 from treadle.engine_config import EngineConfig, parse_memory_size, parse_swap_space
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, InvalidRequestError
 from treadle.memory import available_bytes
 from treadle.models.registry import load_model
 from treadle.models.spec import ModelSpec
@@ -55,6 +55,20 @@ class BuiltEngine:
     sampling_defaults: Mapping[str, Any]
     cache_config: CacheConfig
     load_time_s: float
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt that the model's chat template makes of a conversation.
+
+        Args:
+            messages: {"role": …, "content": …} each.
+            variables: what else the template may know, `add_generation_prompt` among it.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError("messages", "this model has no chat template; send text instead")
+        return self.chat_template.render(messages, **variables)
 
 
 def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = lambda _: None) -> BuiltEngine:

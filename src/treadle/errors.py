@@ -5,6 +5,7 @@
     TreadleError
     ├── InvalidRequestError (ValueError)   an invalid request; names the field, the value and the limit
     ├── ConfigError (ValueError)           an invalid engine setting
+    ├── UsageError (ValueError)            an invalid option of the command line
     ├── ModelLoadError (ValueError)        a model that cannot be found or read
     │   └── UnsupportedModelError          a readable model that Treadle cannot compute
     ├── MissingPackageError (ImportError)  a part of Treadle whose optional packages are not installed
@@ -37,6 +38,13 @@ class ConfigError(TreadleError, ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class UsageError(TreadleError, ValueError):
+    """An option of the command line that cannot work; the message names the option."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(f"{option}: {message}")
 
 
 class ModelLoadError(TreadleError, ValueError):

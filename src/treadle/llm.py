@@ -70,9 +70,8 @@ class LLM:
     Args:
         model: the embedded model's name, a folder in Hugging Face layout, a .gguf file, or a hub id.
         on_progress: called with a number from 0 to 1 while weights are read.
-        options: the other fields of `EngineConfig`: max_num_seqs, max_num_batched_tokens, block_size,
-            num_kv_blocks or kv_cache_memory, max_model_len, dtype, quantization, device,
-            enable_prefix_caching, scheduler, seed, …
+        options: the other settings (docs/settings.md): dtype, quantization, max_num_seqs, kv_cache_memory,
+            scheduler, …
 
     Raises:
         ModelLoadError: the model cannot be found or read.
@@ -198,10 +197,7 @@ class LLM:
 
     def render_chat(self, messages: Conversation, *, add_generation_prompt: bool = True) -> str:
         """The prompt that the model's chat template makes of a conversation."""
-        template = self._built.chat_template
-        if template is None:
-            raise InvalidRequestError("messages", f"the model {self.config.model!r} has no chat template")
-        return template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._built.render_chat(messages, add_generation_prompt=add_generation_prompt)
 
     def stream(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.errors import InvalidRequestError
+from treadle.errors import UsageError
 from treadle.loadgen.workload import Job, at_rate, random_jobs, trace_jobs
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -62,7 +62,7 @@ def test_mooncake_prompts_share_prefixes_where_hashes_agree(tmp_path):
 @pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl", "none.csv"])
 def test_files_that_are_not_traces_are_refused(tmp_path, content, name):
     (tmp_path / name).write_text(content) if name != "none.csv" else None
-    with pytest.raises(InvalidRequestError, match=name):
+    with pytest.raises(UsageError, match=name):
         trace_jobs(tmp_path / name, 10, **OPTIONS)
 
 

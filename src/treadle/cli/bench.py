@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli import EXIT_INTERRUPTED
-from treadle.errors import InvalidRequestError
+from treadle.errors import UsageError
 from treadle.extras import extra
 from treadle.loadgen import report, workload
 from treadle.settings import check_count
@@ -145,12 +145,12 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("rate", "length_scale"):
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise InvalidRequestError(f"--{name.replace('_', '-')}", f"must be greater than 0, got {value:g}")
+            raise UsageError(f"--{name.replace('_', '-')}", f"must be greater than 0, got {value:g}")
     check_count("--vocab-size", args.vocab_size, low=2)
     if args.rate is not None and args.concurrency is not None:
-        raise InvalidRequestError("--rate", "give at most one of --rate and --concurrency")
+        raise UsageError("--rate", "give at most one of --rate and --concurrency")
     if not args.base_url.startswith(("http://", "https://")):
-        raise InvalidRequestError("--base-url", f"must begin with http:// or https://, got {args.base_url!r}")
+        raise UsageError("--base-url", f"must begin with http:// or https://, got {args.base_url!r}")
 
 
 def _jobs(args: argparse.Namespace, max_len: int | None) -> list[workload.Job]:
@@ -177,9 +177,7 @@ def _bounds(texts: list[str]) -> dict[str, float]:
         except ValueError:
             bound = 0.0
         if name not in report.BOUNDED or not bound > 0:
-            raise InvalidRequestError(
-                "--goodput", f"must be NAME:MS with a name of {', '.join(report.BOUNDED)}, got {text!r}"
-            )
+            raise UsageError("--goodput", f"must be NAME:MS with a name of {', '.join(report.BOUNDED)}, got {text!r}")
         bounds[name] = bound
     return bounds
 
@@ -188,7 +186,7 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(data, indent=1), encoding="utf-8")
     except OSError as error:
-        raise InvalidRequestError("--output", f"{path} cannot be written ({error})") from error
+        raise UsageError("--output", f"{path} cannot be written ({error})") from error
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import webbrowser
 from pathlib import Path
 
 from treadle.engine.recording import Recording
-from treadle.errors import InvalidRequestError
+from treadle.errors import UsageError
 from treadle.page import standalone_page
 
 
@@ -34,14 +34,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     recording = Recording(args.recording)
     if args.output is not None and not args.web:
-        raise InvalidRequestError("--output", "is only valid with --web")
+        raise UsageError("--output", "is only valid with --web")
     if args.web:
         _write_page(recording, args.recording, args.output)
     elif args.chrome_trace is not None:
         try:
             args.chrome_trace.write_text(json.dumps(recording.chrome_trace()), encoding="utf-8")
         except OSError as error:
-            raise InvalidRequestError("--chrome-trace", f"{args.chrome_trace} cannot be written ({error})") from error
+            raise UsageError("--chrome-trace", f"{args.chrome_trace} cannot be written ({error})") from error
         print(f"{args.chrome_trace}: {len(recording.records)} steps; open it in ui.perfetto.dev or chrome://tracing")
     elif args.request is not None:
         print(recording.story(args.request))
@@ -55,7 +55,7 @@ def _write_page(recording: Recording, source: Path, output: Path | None) -> None
     try:
         path.write_text(standalone_page(source.name, [recording.header, *recording.records]), encoding="utf-8")
     except OSError as error:
-        raise InvalidRequestError("--output", f"{path} cannot be written ({error})") from error
+        raise UsageError("--output", f"{path} cannot be written ({error})") from error
     is_shown = output is None and webbrowser.open(path.resolve().as_uri())
     print(f"{path}: {len(recording.records)} steps" + ("" if is_shown else "; open it in a browser"))
 
@@ -65,5 +65,5 @@ def _step_range(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     first, _, last = text.partition("-")
     if not first.isdigit() or not (last or first).isdigit():
-        raise InvalidRequestError("--steps", f"must be FIRST-LAST or one number, got {text!r}")
+        raise UsageError("--steps", f"must be FIRST-LAST or one number, got {text!r}")
     return int(first), int(last or first)

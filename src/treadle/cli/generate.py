@@ -7,7 +7,7 @@ from pathlib import Path
 from treadle.cli.console import RunStats, load, say
 from treadle.cli.options import add_engine_options, add_sampling_options
 from treadle.engine.step_table import StepTableObserver
-from treadle.errors import InvalidRequestError
+from treadle.errors import UsageError
 
 EXAMPLES = """examples:
   treadle generate "The three primary colours are" --max-tokens 30
@@ -75,8 +75,8 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         try:
             lines = args.file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError("--file", f"{args.file} cannot be read ({error})") from error
+            raise UsageError("--file", f"{args.file} cannot be read ({error})") from error
         prompts += [line for line in lines if line.strip()]
     if not prompts:
-        raise InvalidRequestError("PROMPT", "give at least one prompt, or - to read one from standard input")
+        raise UsageError("PROMPT", "give at least one prompt, or - to read one from standard input")
     return prompts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.engine_config import EngineConfig
-from treadle.errors import InvalidRequestError
+from treadle.errors import UsageError
 from treadle.settings import Setting, settings_of, value_type
 
 _PREFIX = "engine."
@@ -107,4 +107,4 @@ def _read_schema(path: str | None) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError("--json-schema", f"{path} cannot be read ({error})") from error
+        raise UsageError("--json-schema", f"{path} cannot be read ({error})") from error

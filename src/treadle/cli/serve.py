@@ -8,7 +8,7 @@ import resource
 import signal
 
 from treadle.cli.options import add_engine_options, engine_options
-from treadle.errors import ConfigError
+from treadle.errors import UsageError
 from treadle.extras import extra
 
 logger = logging.getLogger("treadle")
@@ -60,15 +60,15 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _spare_what_stays() -> None:
-    """Exclude the 200,000 objects of start-up from garbage collection: each full scan took 0.1 s."""
+def _freeze_objects() -> None:
+    """Exempt the 200,000 objects of start-up from garbage collection: each full collection took 0.1 s."""
     gc.collect()
     gc.freeze()
 
 
 def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536:
-        raise ConfigError("--port", f"must be between 0 and 65535, got {args.port}")
+        raise UsageError("--port", f"must be between 0 and 65535, got {args.port}")
     with extra("serve", "treadle serve"):
         from treadle.server.app import create_app
         from treadle.server.http import HttpServer
@@ -98,6 +98,6 @@ def run(args: argparse.Namespace) -> int:
     # uvicorn shuts down on these signals and then raises them again; an orderly shutdown is not an error.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    _spare_what_stays()
+    _freeze_objects()
     server.run()
     return 0 if server.started else 1

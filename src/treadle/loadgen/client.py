@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from treadle.errors import InvalidRequestError
+from treadle.errors import UsageError
 from treadle.loadgen.workload import ENDPOINTS, Job
 
 _WORDS = (
@@ -114,7 +114,7 @@ async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int 
     """The name of the first model of a server, and its maximum length, or None if the server does not report it.
 
     Raises:
-        InvalidRequestError: the server cannot be reached or lists no model.
+        UsageError: the server cannot be reached or lists no model.
     """
     url = f"{base_url}/v1/models"
     try:
@@ -126,11 +126,11 @@ async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int 
             first: dict[str, Any] = models[0] if models else {}
             message = "" if models else await _message(answer)
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequestError(
+        raise UsageError(
             "--base-url", f"no server that speaks OpenAI's API at {base_url} ({error!r})"
         ) from error
     if "id" not in first:
-        raise InvalidRequestError("--base-url", f"{url} lists no model ({answer.status} {message})")
+        raise UsageError("--base-url", f"{url} lists no model ({answer.status} {message})")
     return first["id"], first.get("max_model_len")
 
 

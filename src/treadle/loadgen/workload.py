@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
-from treadle.errors import InvalidRequestError
+from treadle.errors import UsageError
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 """Paths of the endpoints, by name."""
@@ -58,18 +58,18 @@ def trace_jobs(path: Path, count: int, *, length_scale: float, max_len: int, voc
         seed: seed of the prompts.
 
     Raises:
-        InvalidRequestError: the file cannot be read, or has neither format.
+        UsageError: the file cannot be read, or has neither format.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             read = _read_mooncake if path.suffix == ".jsonl" else _read_azure
             rows = list(islice(read(file), count))
     except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidRequestError(
+        raise UsageError(
             "--trace", f"{path} cannot be read as Azure's CSV or Mooncake's JSON lines ({error!r})"
         ) from error
     if not rows:
-        raise InvalidRequestError("--trace", f"{path} holds no requests")
+        raise UsageError("--trace", f"{path} holds no requests")
     jobs = []
     for number, (at, prompt_len, output_len, hash_ids) in enumerate(rows):
         output_len = min(max(1, round(output_len * length_scale)), max_len - 1)

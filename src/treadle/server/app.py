@@ -16,11 +16,12 @@ from treadle._version import __version__
 from treadle.build import BuiltEngine
 from treadle.errors import EngineError, InvalidRequestError, Overloaded
 from treadle.page import CONTENT_SECURITY_POLICY, CONTENT_TYPES, static_files
+from treadle.sampling_params import check_token_ids
 from treadle.server.chat import Chat, render_chat
 from treadle.server.completions import Completion
 from treadle.server.feed import StepFeed
-from treadle.server.guards import LimitBody, RequireKey
 from treadle.server.metrics import Metrics
+from treadle.server.middleware import LimitBody, RequireKey
 from treadle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorResponse, TokenizeRequest
 from treadle.server.responses import JSON, error_body, sse
 from treadle.server.service import ClientGone, ModelNotFound, Service
@@ -140,22 +141,16 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> JSON:
         service.check_model(request.model)
-        vocab_size = service.limits.vocab_size
-        for token_id in request.tokens:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    "tokens", f"token id {token_id} is outside the vocabulary [0, {vocab_size})"
-                )
+        check_token_ids("tokens", request.tokens, service.limits.vocab_size)
         return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> JSON:
-        template = service.chat_template
         return {
             "tokenizer_class": type(tokenizer).__name__,
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
-            "chat_template": None if template is None else template.source,
+            "chat_template": service.chat_template,
             "max_model_len": service.limits.max_model_len,
         }
 

@@ -17,13 +17,10 @@ RESERVED_TEMPLATE_NAMES = {"messages", "add_generation_prompt", "bos_token", "eo
 
 def render_chat(service: Service, request: ChatRequest) -> str:
     """The prompt that the model's chat template makes of the messages."""
-    template = service.chat_template
-    if template is None:
-        raise InvalidRequestError("messages", f"the model {service.model_name!r} has no chat template")
     taken = RESERVED_TEMPLATE_NAMES & set(request.chat_template_kwargs)
     if taken:
         raise InvalidRequestError("chat_template_kwargs", f"{sorted(taken)[0]!r} is set by the server")
-    return template.render(
+    return service.render_chat(
         flatten_content(request.messages),
         add_generation_prompt=request.add_generation_prompt,
         **request.chat_template_kwargs,

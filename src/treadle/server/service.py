@@ -41,7 +41,8 @@ class Service:
         model_name: the same.
         engine: runs the steps.
         tokenizer: of the model.
-        chat_template: None if the model has none.
+        chat_template: as text; None if the model has none.
+        render_chat: makes a prompt of a conversation (`BuiltEngine.render_chat`).
         limits: what a request may ask for.
         created: when the server started, seconds since 1970.
         is_stopping: whether it takes no requests any more.
@@ -52,7 +53,8 @@ class Service:
         self.model_name = model_name
         self.engine = AsyncEngine(built.engine)
         self.tokenizer = built.tokenizer
-        self.chat_template = built.chat_template
+        self.chat_template = None if built.chat_template is None else built.chat_template.source
+        self.render_chat = built.render_chat
         self.limits = built.limits
         self.created = int(time.time())
         self.is_stopping = False
