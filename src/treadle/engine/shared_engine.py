@@ -105,8 +105,8 @@ class SharedEngine:
 class _FairLock:
     """A lock that passes from thread to thread in the order in which they asked.
 
-    `threading.Lock` mostly goes to the thread that has just released it and asks again: of two that step in a loop,
-    one would starve.
+    `threading.Lock` may go again and again to the thread that has just released it
+    (docs/decisions/022-calls-that-overlap.md has figures).
     """
 
     def __init__(self) -> None:
