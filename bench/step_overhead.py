@@ -10,9 +10,10 @@ import argparse
 import statistics
 import time
 
-from treadle import LLM, SamplingParams
 from treadle.kernels.cpu.build import best_build
 from treadle.kernels.cpu.library import load_library
+
+from treadle import LLM, SamplingParams
 
 
 class Timed:

@@ -58,7 +58,11 @@ def run(tmp_path_factory):
 
 def test_recordings_are_the_same_to_the_byte_in_any_process(tmp_path):
     for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+        }
         subprocess.run(
             [sys.executable, "-c", TRACE, str(Path(__file__).parent), str(tmp_path / f"{seed}.jsonl")],
             check=True, env=environment, timeout=120,

@@ -10,6 +10,7 @@ from support.oracles import reference_logits
 from test_oracle import logits_of
 from treadle.backends.torch.model import TorchModel
 from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.models.architectures import find_gguf, gguf_names
 from treadle.models.loaders.gguf import SUPPORTED_TYPES
 from treadle.models.loaders.gguf_file import GGUFFile
 from treadle.models.registry import load_model

@@ -114,7 +114,7 @@ def test_torch_computes_layers_of_different_sizes():
 
     hidden = []
     for layers in ((mlp(intermediate_size=20), mlp(intermediate_size=12)), (mlp(intermediate_size=20),) * 2):
-        model = LlamaModel(
+        model = TorchModel(
             spec_of(*layers), RandomWeights(), dtype=torch.float32, device=torch.device("cpu"), max_model_len=16
         )
         tokens = torch.arange(6)

@@ -126,9 +126,7 @@ async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int 
             first: dict[str, Any] = models[0] if models else {}
             message = "" if models else await _message(answer)
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            "--base-url", f"no server that speaks OpenAI's API at {base_url} ({error!r})"
-        ) from error
+        raise UsageError("--base-url", f"no server that speaks OpenAI's API at {base_url} ({error!r})") from error
     if "id" not in first:
         raise UsageError("--base-url", f"{url} lists no model ({answer.status} {message})")
     return first["id"], first.get("max_model_len")
