@@ -29,7 +29,7 @@ import sys
 import time
 from pathlib import Path
 
-from treadle.engine_config import DEFAULT_MODEL
+from treadle.core.config import DEFAULT_MODEL
 from treadle.models.registry import find_model
 
 HERE = Path(__file__).parent

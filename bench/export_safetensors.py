@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from treadle.engine_config import DEFAULT_MODEL
+from treadle.core.config import DEFAULT_MODEL
 from treadle.models.registry import find_model
 
 

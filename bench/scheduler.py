@@ -19,11 +19,11 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from treadle.clock import SystemClock
-from treadle.config import CacheConfig, SchedulerConfig
+from treadle.core.clock import SystemClock
+from treadle.core.config import CacheConfig, SchedulerConfig
+from treadle.core.request import Request
+from treadle.core.sampling_params import SamplingParams
 from treadle.engine import Engine
-from treadle.request import Request
-from treadle.sampling_params import SamplingParams
 from treadle.scheduler import Scheduler, StepPlan, StepResult
 from treadle.text.output_processor import OutputProcessor
 from treadle.text.tokenizer import Tokenizer

@@ -22,11 +22,11 @@ import httpx2
 import uvloop
 
 from treadle import LLM, SamplingParams
-from treadle.engine_config import DEFAULT_MODEL
+from treadle.core.config import DEFAULT_MODEL
+from treadle.core.request import Request
 from treadle.loadgen.client import Result, Target, run
 from treadle.loadgen.report import percentile
 from treadle.loadgen.workload import Job, random_jobs
-from treadle.request import Request
 from treadle.scheduler import StepOutputs, StepReport
 
 

@@ -10,10 +10,9 @@ import argparse
 import statistics
 import time
 
-from treadle.kernels.cpu.build import best_build
-from treadle.kernels.cpu.library import load_library
-
 from treadle import LLM, SamplingParams
+from treadle.backends.cpu.build import best_build
+from treadle.backends.cpu.library import load_library
 
 
 class Timed:

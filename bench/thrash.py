@@ -11,9 +11,9 @@ import argparse
 import numpy as np
 
 from scheduler import made_up
-from treadle.config import CacheConfig, SchedulerConfig
-from treadle.request import Request
-from treadle.sampling_params import SamplingParams
+from treadle.core.config import CacheConfig, SchedulerConfig
+from treadle.core.request import Request
+from treadle.core.sampling_params import SamplingParams
 from treadle.scheduler import Scheduler
 
 

@@ -6,18 +6,18 @@ python docs/make_settings.py
 from itertools import groupby
 from pathlib import Path
 
+from treadle.assembly.engine_config import EngineConfig
 from treadle.cli.options import option_name
-from treadle.engine_config import EngineConfig
-from treadle.settings import Setting, settings_of
+from treadle.core.settings import Setting, settings_of
 
 PAGE = Path(__file__).parent / "settings.md"
 
 TOP = """# Settings
 
 Keywords of `LLM(…)` and options of `treadle generate`, `chat` and `serve`. Each is declared once, in `EngineConfig`
-(`src/treadle/engine_config.py`) or in `SchedulingSettings` (`src/treadle/config.py`); `make docs` writes this page
-from there. `generate` and `chat` have no option for the setting `seed`: their `--seed` is the request's. A value that
-cannot work is refused with a `ConfigError` that names the setting, the value and the limit.
+(`src/treadle/assembly/engine_config.py`) or in `SchedulingSettings` (`src/treadle/core/config.py`); `make docs`
+writes this page from there. `generate` and `chat` have no option for the setting `seed`: their `--seed` is the
+request's. A value that cannot work is refused with a `ConfigError` that names the setting, the value and the limit.
 """
 
 

@@ -12,7 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 @pytest.fixture(scope="session")
 def embedded_path():
-    from treadle.engine_config import DEFAULT_MODEL
+    from treadle.core.config import DEFAULT_MODEL
     from treadle.models.registry import find_model
 
     return find_model(DEFAULT_MODEL)

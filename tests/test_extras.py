@@ -37,7 +37,7 @@ def test_the_extras_are_what_a_plain_llm_does_not_need(folder):
     code = """
 import treadle
 from treadle import LLM, SamplingParams
-from treadle.errors import InvalidRequestError
+from treadle.core.errors import InvalidRequestError
 
 llm = LLM(sys.argv[1], num_kv_blocks=8, swap_space=0, log_stats_interval_s=0)
 (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)

@@ -10,7 +10,7 @@ from support.engines import TestEngine
 from support.oracles import reference_logits
 from support.real_prompts import STORY
 from treadle import LLM, SamplingParams
-from treadle.errors import ConfigError, InvalidRequestError, ModelLoadError
+from treadle.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from treadle import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from treadle.engine.recording import Recording
-from treadle.errors import ConfigError, InvalidRequestError, Overloaded
+from treadle.core.errors import ConfigError, InvalidRequestError, Overloaded
+from treadle.trace.recording import Recording
 
 pytestmark = pytest.mark.slow
 

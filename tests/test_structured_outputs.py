@@ -10,7 +10,7 @@ from support.engines import TestEngine
 from support.native import native_library
 from treadle import SamplingParams
 from treadle.backends.cpu.model import NativeModel
-from treadle.errors import InvalidRequestError
+from treadle.core.errors import InvalidRequestError
 from treadle.text.grammar import Grammar
 
 pytestmark = pytest.mark.slow

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 from treadle._version import __version__
 
 if TYPE_CHECKING:
+    from treadle.core.lora import LoRARequest
+    from treadle.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from treadle.core.sampling_params import SamplingParams
+    from treadle.core.structured_outputs import StructuredOutputsParams
     from treadle.llm import LLM, BeamSearchParams
-    from treadle.lora import LoRARequest
-    from treadle.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from treadle.sampling_params import SamplingParams
-    from treadle.structured_outputs import StructuredOutputsParams
 
 _HOMES = {
     "LLM": "treadle.llm",
     "BeamSearchParams": "treadle.llm",
-    "LoRARequest": "treadle.lora",
-    "SamplingParams": "treadle.sampling_params",
-    "StructuredOutputsParams": "treadle.structured_outputs",
-    "RequestOutput": "treadle.outputs",
-    "CompletionOutput": "treadle.outputs",
-    "RequestMetrics": "treadle.outputs",
-    "Logprob": "treadle.outputs",
+    "LoRARequest": "treadle.core.lora",
+    "SamplingParams": "treadle.core.sampling_params",
+    "StructuredOutputsParams": "treadle.core.structured_outputs",
+    "RequestOutput": "treadle.core.outputs",
+    "CompletionOutput": "treadle.core.outputs",
+    "RequestMetrics": "treadle.core.outputs",
+    "Logprob": "treadle.core.outputs",
 }
 
 __all__ = [

@@ -11,16 +11,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from treadle.build import build_engine
-from treadle.config import CacheConfig
+from treadle.assembly.build import build_engine
+from treadle.assembly.engine_config import EngineConfig
+from treadle.core.config import CacheConfig
+from treadle.core.errors import InvalidRequestError
+from treadle.core.logs import show_logs
+from treadle.core.outputs import RequestOutput
+from treadle.core.request import Request
+from treadle.core.sampling_params import SamplingParams
 from treadle.engine import Engine
 from treadle.engine.shared_engine import SharedEngine
-from treadle.engine_config import EngineConfig
-from treadle.errors import InvalidRequestError
-from treadle.logs import show_logs
-from treadle.outputs import RequestOutput
-from treadle.request import Request
-from treadle.sampling_params import SamplingParams
 from treadle.text.input_processor import Prompt, RequestOptions, as_prompt_list
 from treadle.text.tokenizer import Tokenizer
 

@@ -11,12 +11,12 @@ import pytest
 
 from support.native import RUNNABLE, SANITIZED, native_library
 from treadle import LLM, SamplingParams
+from treadle.assembly.engine_config import CPU_KERNELS
 from treadle.backends.cpu import BUILDS, KernelBuildError, build, library
 from treadle.backends.cpu.build import best_build, library_path, missing_features
 from treadle.backends.cpu.library import ABI, GROUP, KVCacheStruct, Library, ModelStruct, StepStruct
 from treadle.backends.torch.model import INT8_GROUP
-from treadle.engine_config import CPU_KERNELS
-from treadle.errors import ConfigError
+from treadle.core.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from treadle.assembly.engine_config import EngineConfig
 from treadle.cli import chat, generate, serve
 from treadle.cli.options import engine_options, option_name
-from treadle.config import SchedulerConfig, SchedulingSettings
-from treadle.engine_config import EngineConfig
-from treadle.errors import ConfigError
-from treadle.settings import settings_of
+from treadle.core.config import SchedulerConfig, SchedulingSettings
+from treadle.core.errors import ConfigError
+from treadle.core.settings import settings_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = [entry.name for entry in fields(EngineConfig)]

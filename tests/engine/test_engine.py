@@ -5,7 +5,7 @@ import pytest
 from support.engines import TestEngine
 from treadle import SamplingParams
 from treadle.engine.observers import StatsLogger
-from treadle.engine.step_table import StepTableObserver
+from treadle.trace.step_table import StepTableObserver
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

@@ -9,11 +9,11 @@ from hypothesis import given
 
 from support.examples import examples
 from support.toy import ToyEngine, ToyRunner
-from treadle.clock import VirtualClock
-from treadle.config import CacheConfig, SchedulerConfig
+from treadle.core.clock import VirtualClock
+from treadle.core.config import CacheConfig, SchedulerConfig
+from treadle.core.request import Request
+from treadle.core.sampling_params import SamplingParams
 from treadle.engine import Engine
-from treadle.request import Request
-from treadle.sampling_params import SamplingParams
 from treadle.scheduler import Scheduler
 from treadle.text.output_processor import OutputProcessor
 from treadle.text.tokenizer import Tokenizer

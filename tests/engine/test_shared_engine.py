@@ -9,8 +9,8 @@ import pytest
 
 from support.tiny import make_model, make_prompts
 from treadle import LLM, SamplingParams
+from treadle.core.errors import EngineError, InvalidRequestError, Overloaded
 from treadle.engine.shared_engine import _FairLock
-from treadle.errors import EngineError, InvalidRequestError, Overloaded
 
 PROMPTS = make_prompts([5, 30, 12, 21, 9, 40, 17, 3])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.errors import UsageError
+from treadle.core.errors import UsageError
 from treadle.loadgen.workload import Job, at_rate, random_jobs, trace_jobs
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -10,7 +10,7 @@ from support.oracles import assert_greedy, reference_logits
 from support.tiny import CASES, VOCAB, make_model
 from treadle import SamplingParams
 from treadle.backends.torch.model import TorchModel
-from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.models.registry import load_model
 
 
@@ -128,7 +128,7 @@ def test_config_lacking_a_field(tmp_path):
 
 def test_sliding_window_shorter_than_the_length(tmp_path):
     from treadle import LLM
-    from treadle.errors import ConfigError
+    from treadle.core.errors import ConfigError
 
     make_model("mistral", tmp_path)
     edit_config(tmp_path, sliding_window=128)

@@ -9,7 +9,7 @@ from support.gguf_files import write_llama_gguf
 from support.oracles import reference_logits
 from test_oracle import logits_of
 from treadle.backends.torch.model import TorchModel
-from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.models.architectures import find_gguf, gguf_names
 from treadle.models.loaders.gguf import SUPPORTED_TYPES
 from treadle.models.loaders.gguf_file import GGUFFile

@@ -16,7 +16,7 @@ from treadle import SamplingParams
 from treadle.backends.cpu.model import NativeModel
 from treadle.backends.torch.model import TorchModel
 from treadle.cli.main import main
-from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.models.architectures import all_architectures
 from treadle.models.registry import load_model
 

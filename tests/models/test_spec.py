@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from support.native import RUNNABLE, native_library
 from treadle.backends.cpu.model import NativeModel, why_not_native
-from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.backends.torch.model import TorchModel
+from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.models import (
     AttentionSpec,
     LayerSpec,
@@ -16,7 +17,6 @@ from treadle.models import (
     ModelSpec,
     NormSpec,
     RopeConfig,
-    TorchModel,
     repeat_layer,
     spec_from_huggingface,
     with_sliding_windows,

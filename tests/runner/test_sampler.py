@@ -12,10 +12,10 @@ from support.examples import examples
 from support.native import native_library
 from treadle.backends.cpu.sampling import NativeSampling
 from treadle.backends.torch.sampling import TorchSampling, filter_logits
+from treadle.core.sampling_params import SamplingParams
 from treadle.runner.noise import uniform
 from treadle.runner.row_table import RowTable
 from treadle.runner.sampler import Sampler, StepLogits
-from treadle.sampling_params import SamplingParams
 from treadle.scheduler import NewRow, StepPlan
 
 V = 40

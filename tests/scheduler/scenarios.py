@@ -7,7 +7,7 @@ import random
 import zlib
 
 from support.toy import ToyEngine
-from treadle.lora import LoRARequest
+from treadle.core.lora import LoRARequest
 
 SMALL = {
     "num_blocks": 20, "block_size": 4, "max_model_len": 60, "admission_headroom": 0, "long_prefill_token_threshold": 0

@@ -7,11 +7,11 @@ import pytest
 import tokenizers
 
 from support.toy import ToyRunner, toy_request
-from treadle.clock import VirtualClock
-from treadle.config import CacheConfig, SchedulerConfig
+from treadle.core.clock import VirtualClock
+from treadle.core.config import CacheConfig, SchedulerConfig
+from treadle.core.request import Request
+from treadle.core.sampling_params import SamplingParams
 from treadle.engine import Engine
-from treadle.request import Request
-from treadle.sampling_params import SamplingParams
 from treadle.scheduler import Scheduler, StepResult
 from treadle.text.output_processor import OutputProcessor
 from treadle.text.tokenizer import Tokenizer

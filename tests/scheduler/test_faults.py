@@ -3,7 +3,7 @@
 import pytest
 
 from support.toy import ToyEngine, toy_continuation
-from treadle.errors import ConfigError, EngineError, InvalidRequestError
+from treadle.core.errors import ConfigError, EngineError, InvalidRequestError
 from treadle.scheduler import WaitReason
 
 B = 4

@@ -3,7 +3,7 @@
 import pytest
 
 from support.toy import ToyEngine, toy_beam_search, toy_continuation
-from treadle.request import FinishReason
+from treadle.core.request import FinishReason
 from treadle.scheduler import check_invariants
 
 B = 4

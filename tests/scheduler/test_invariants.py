@@ -3,7 +3,7 @@
 import pytest
 
 from support.toy import ToyEngine
-from treadle.request import RequestStatus
+from treadle.core.request import RequestStatus
 from treadle.scheduler import check_invariants
 from treadle.scheduler.invariants import InvariantViolation
 

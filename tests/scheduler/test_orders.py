@@ -7,8 +7,8 @@ import pytest
 
 from support.check_policy import check_policy
 from support.toy import ToyEngine, toy_continuation
-from treadle.errors import ConfigError, InvalidRequestError, Overloaded
-from treadle.lora import LoRARequest
+from treadle.core.errors import ConfigError, InvalidRequestError, Overloaded
+from treadle.core.lora import LoRARequest
 from treadle.scheduler import WaitReason
 
 B = 4

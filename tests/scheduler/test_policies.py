@@ -8,8 +8,8 @@ import pytest
 
 from support.check_policy import Trace, check_policy
 from support.toy import ToyEngine, toy_continuation
-from treadle.engine_config import EngineConfig
-from treadle.errors import ConfigError, EngineError
+from treadle.assembly.engine_config import EngineConfig
+from treadle.core.errors import ConfigError, EngineError
 from treadle.scheduler.phases import Phases
 from treadle.scheduler.policies import Cut, PhasePolicy, QueueOrder, VictimPolicy
 from treadle.scheduler.policies.registry import ORDERS, PHASES, VICTIMS

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from support.examples import examples
 from support.toy import ToyEngine, toy_continuation
-from treadle.lora import LoRARequest
+from treadle.core.lora import LoRARequest
 from treadle.scheduler import WaitReason
 
 B = 4

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from support.examples import examples
 from support.toy import VOCAB_SIZE, ToyEngine, toy_beam_search, toy_continuation
-from treadle.lora import LoRARequest
+from treadle.core.lora import LoRARequest
 
 MAX_MODEL_LEN = 60
 POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]

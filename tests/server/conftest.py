@@ -14,8 +14,8 @@ import time
 import httpx2
 import pytest
 
-from treadle.build import build_engine
-from treadle.engine_config import EngineConfig
+from treadle.assembly.build import build_engine
+from treadle.assembly.engine_config import EngineConfig
 from treadle.server.app import create_app
 from treadle.server.http import HttpServer
 

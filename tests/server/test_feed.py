@@ -2,7 +2,7 @@
 
 import asyncio
 
-from engine.test_block_map import apply, plain_look
+from support.block_maps import apply, plain_look
 from support.toy import ToyEngine
 from treadle.server.feed import MAX_PENDING, StepFeed
 

@@ -9,11 +9,11 @@ import httpx2
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from engine.test_block_map import apply
-from engine.test_recording import record_run
 from server.conftest import PATIENCE_S, running
+from support.block_maps import apply
+from support.recordings import record_run
 from treadle.cli.main import main
-from treadle.engine.recording import Recording
+from treadle.trace.recording import Recording
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=PATIENCE_S * 1000)

@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 from support.toy import VOCAB_SIZE, ToyEngine, toy_beam_search, toy_continuation
-from treadle.lora import LoRARequest
+from treadle.core.lora import LoRARequest
 from treadle.scheduler.policies import PhasePolicy, QueueOrder, VictimPolicy
 
 MAX_MODEL_LEN = 60

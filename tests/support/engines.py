@@ -6,8 +6,8 @@ from treadle import SamplingParams
 from treadle.backends.cpu.backend import CPUBackend
 from treadle.backends.cpu.model import NativeModel
 from treadle.backends.torch.backend import TorchBackend
-from treadle.clock import SystemClock
-from treadle.config import CacheConfig, RequestLimits, SchedulerConfig
+from treadle.core.clock import SystemClock
+from treadle.core.config import CacheConfig, RequestLimits, SchedulerConfig
 from treadle.engine import Engine
 from treadle.runner import ModelRunner
 from treadle.scheduler import Scheduler

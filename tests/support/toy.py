@@ -11,11 +11,11 @@ import zlib
 
 import numpy as np
 
-from treadle.clock import VirtualClock
-from treadle.config import CacheConfig, SchedulerConfig
-from treadle.request import Request
+from treadle.core.clock import VirtualClock
+from treadle.core.config import CacheConfig, SchedulerConfig
+from treadle.core.request import Request
+from treadle.core.sampling_params import SamplingParams
 from treadle.runner.row_table import RowTable
-from treadle.sampling_params import SamplingParams
 from treadle.scheduler import Scheduler, StepPlan, StepReport, StepResult, check_invariants
 
 VOCAB_SIZE = 50
@@ -66,7 +66,7 @@ class ToyRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         pickled = pickle.dumps(plan)
-        assert b"treadle.request" not in pickled, "a plan holds something that lives"
+        assert b"treadle.core.request" not in pickled, "a plan holds something that lives"
         plan = pickle.loads(pickled)  # as if the runner were in another process
         table = self.table
         table.take(plan)

@@ -1,6 +1,6 @@
 import pytest
 
-from treadle.errors import InvalidRequestError, ModelLoadError
+from treadle.core.errors import InvalidRequestError, ModelLoadError
 from treadle.text import ChatTemplate
 
 MESSAGES = [

@@ -7,8 +7,8 @@ from hypothesis import given
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from support.examples import examples
-from treadle.errors import InvalidRequestError
-from treadle.structured_outputs import StructuredOutputsParams
+from treadle.core.errors import InvalidRequestError
+from treadle.core.structured_outputs import StructuredOutputsParams
 from treadle.text.grammar import GrammarCompiler
 
 CHOICES = ["yes", "no", "yellow", 'say "no"', "a\nb", "Grüße 😀", "none at all"]

@@ -2,7 +2,7 @@ import pytest
 
 from support.real_prompts import TEXTS
 from support.sentencepiece import sentencepiece_metadata
-from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.text.gguf_tokenizer import eos_token_ids_from_gguf, tokenizer_from_gguf
 from treadle.text.tokenizer import Tokenizer
 

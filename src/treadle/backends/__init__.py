@@ -4,7 +4,7 @@ import logging
 
 from treadle.backends import cpu, torch
 from treadle.backends.protocol import Backend, BackendRoom, BackendSettings
-from treadle.errors import ConfigError
+from treadle.core.errors import ConfigError
 from treadle.models.spec import ModelSpec
 
 logger = logging.getLogger("treadle")

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from treadle.sampling_params import SamplingParams
+from treadle.core.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]

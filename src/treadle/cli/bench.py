@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli import EXIT_INTERRUPTED
-from treadle.errors import UsageError
-from treadle.extras import extra
+from treadle.core.errors import UsageError
+from treadle.core.extras import extra
+from treadle.core.settings import check_count
 from treadle.loadgen import report, workload
-from treadle.settings import check_count
 
 if TYPE_CHECKING:
     from treadle.loadgen.client import Result

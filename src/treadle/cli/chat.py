@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from treadle.cli.console import load, say
 from treadle.cli.options import add_engine_options, add_sampling_options
-from treadle.errors import InvalidRequestError
+from treadle.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from treadle import LLM, SamplingParams

@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from treadle.assembly.engine_config import EngineConfig
 from treadle.cli.options import engine_options, sampling_options
-from treadle.engine_config import EngineConfig
-from treadle.request import Request
-from treadle.sampling_params import SamplingParams
+from treadle.core.request import Request
+from treadle.core.sampling_params import SamplingParams
 from treadle.scheduler import Scheduler, StepOutputs, StepReport
 
 if TYPE_CHECKING:

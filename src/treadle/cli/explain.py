@@ -5,9 +5,9 @@ import json
 import webbrowser
 from pathlib import Path
 
-from treadle.engine.recording import Recording
-from treadle.errors import UsageError
+from treadle.core.errors import UsageError
 from treadle.page import standalone_page
+from treadle.trace.recording import Recording
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from treadle.cli.console import RunStats, load, say
 from treadle.cli.options import add_engine_options, add_sampling_options
-from treadle.engine.step_table import StepTableObserver
-from treadle.errors import UsageError
+from treadle.core.errors import UsageError
+from treadle.trace.step_table import StepTableObserver
 
 EXAMPLES = """examples:
   treadle generate "The three primary colours are" --max-tokens 30

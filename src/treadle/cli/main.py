@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from treadle import __version__
 from treadle.cli import EXIT_INTERRUPTED, bench, chat, explain, generate, models, serve
-from treadle.errors import TreadleError
-from treadle.logs import show_logs
+from treadle.core.errors import TreadleError
+from treadle.core.logs import show_logs
 
 EXIT_USAGE = 2
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from treadle.engine_config import EngineConfig
-from treadle.errors import UsageError
-from treadle.settings import Setting, settings_of, value_type
+from treadle.assembly.engine_config import EngineConfig
+from treadle.core.errors import UsageError
+from treadle.core.settings import Setting, settings_of, value_type
 
 _PREFIX = "engine."
 """Of the engine's options among a command's parsed arguments; other options have some of the same names."""

@@ -8,8 +8,8 @@ import resource
 import signal
 
 from treadle.cli.options import add_engine_options, engine_options
-from treadle.errors import UsageError
-from treadle.extras import extra
+from treadle.core.errors import UsageError
+from treadle.core.extras import extra
 
 logger = logging.getLogger("treadle")
 
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     with extra("serve", "treadle serve"):
         from treadle.server.app import create_app
         from treadle.server.http import HttpServer
-    from treadle.build import build_engine
-    from treadle.engine_config import EngineConfig
+    from treadle.assembly.build import build_engine
+    from treadle.assembly.engine_config import EngineConfig
 
     options = engine_options(args)
     if args.model_name is not None:

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from treadle.core.errors import EngineError
+from treadle.core.outputs import RequestOutput, merge_deltas
+from treadle.core.request import Request
 from treadle.engine.engine import Engine
-from treadle.errors import EngineError
-from treadle.outputs import RequestOutput, merge_deltas
-from treadle.request import Request
 
 logger = logging.getLogger("treadle")
 

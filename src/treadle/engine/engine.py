@@ -4,13 +4,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from treadle.clock import Clock
+from treadle.core.clock import Clock
+from treadle.core.errors import InvalidRequestError
+from treadle.core.outputs import RequestOutput
+from treadle.core.request import FinishReason, Request
+from treadle.core.request import Sequence as TokenSequence
 from treadle.engine.observers import Observer
 from treadle.engine.runner import Runner
-from treadle.errors import InvalidRequestError
-from treadle.outputs import RequestOutput
-from treadle.request import FinishReason, Request
-from treadle.request import Sequence as TokenSequence
 from treadle.scheduler import Scheduler, StepOutputs, StepPlan, StepReport, check_invariants
 
 logger = logging.getLogger("treadle")

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from treadle.clock import Clock
-from treadle.request import Request
+from treadle.core.clock import Clock
+from treadle.core.request import Request
 from treadle.scheduler import Scheduler, StepOutputs, StepReport
 
 logger = logging.getLogger("treadle")

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from treadle.core.errors import EngineError
+from treadle.core.outputs import RequestOutput
+from treadle.core.request import Request
 from treadle.engine.engine import Engine
-from treadle.errors import EngineError
-from treadle.outputs import RequestOutput
-from treadle.request import Request
 
 Mailbox = list[RequestOutput]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from treadle.request import Sequence
+from treadle.core.request import Sequence
 
 
 class AllocStatus(Enum):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from treadle.request import IntArray
+from treadle.core.request import IntArray
 
 
 class BlockPool:

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from treadle.core.request import IntArray, Request, Sequence
 from treadle.kvcache.allocation import AllocationPlan, AllocStatus, SequencePlan
 from treadle.kvcache.block_pool import BlockPool
 from treadle.kvcache.prefix_index import ROOT, BlockKey, Namespace, PrefixIndex
-from treadle.request import IntArray, Request, Sequence
 
 BlockPairs = list[tuple[int, int]]
 """(source block, target block)."""

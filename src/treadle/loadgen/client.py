@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from treadle.errors import UsageError
+from treadle.core.errors import UsageError
 from treadle.loadgen.workload import ENDPOINTS, Job
 
 _WORDS = (

@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
-from treadle.errors import UsageError
+from treadle.core.errors import UsageError
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 """Paths of the endpoints, by name."""

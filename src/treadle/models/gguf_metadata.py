@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from treadle.errors import UnsupportedModelError
+from treadle.core.errors import UnsupportedModelError
 from treadle.models.spec import (
     AttentionSpec,
     LayerSpec,

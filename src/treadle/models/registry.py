@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.engine_config import DEFAULT_MODEL
-from treadle.errors import ModelLoadError
+from treadle.core.config import DEFAULT_MODEL
+from treadle.core.errors import ModelLoadError
 from treadle.models.loaders import LoadedModel, load_gguf, load_huggingface
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

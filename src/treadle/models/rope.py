@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from treadle.errors import ModelLoadError
+from treadle.core.errors import ModelLoadError
 from treadle.models.spec import RopeConfig
 
 

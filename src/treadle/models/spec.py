@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.errors import ModelLoadError, UnsupportedModelError
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 MAX_LAYERS = 4096

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from treadle.backends.inputs import IntArray, SamplingRows
-from treadle.sampling_params import SamplingParams
+from treadle.core.sampling_params import SamplingParams
 from treadle.scheduler.plan import NewRow, StepPlan
 
 

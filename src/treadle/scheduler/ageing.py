@@ -2,7 +2,7 @@
 
 import heapq
 
-from treadle.request import Request, RequestStatus
+from treadle.core.request import Request, RequestStatus
 from treadle.scheduler import lifecycle
 from treadle.scheduler.state import SchedulerState
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from treadle.request import NUM_COMPUTED, NUM_COUNTERS, NUM_TOKENS, IntArray, Rank, Request, Sequence, TimeArray
+from treadle.core.request import NUM_COMPUTED, NUM_COUNTERS, NUM_TOKENS, IntArray, Rank, Request, Sequence, TimeArray
 from treadle.scheduler.plan import NewRow
 
 STOP_IDS_PER_ROW = 8

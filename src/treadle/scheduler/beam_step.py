@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from treadle.request import FinishReason, IntArray, Request, Sequence
+from treadle.core.request import FinishReason, IntArray, Request, Sequence
 from treadle.scheduler.beams import BeamSearch, Continuation, select
 from treadle.scheduler.lifecycle import leave, release, token_limit
 from treadle.scheduler.state import SchedulerState

@@ -7,8 +7,8 @@ log-probability divided by (number of its output tokens) ** length_penalty.
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
-from treadle.request import FinishReason, IntArray
-from treadle.sampling_params import SamplingParams
+from treadle.core.request import FinishReason, IntArray
+from treadle.core.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from treadle.core.request import IntArray, Rank, Request
 from treadle.kvcache import AllocationPlan, AllocStatus
-from treadle.request import IntArray, Rank, Request
 from treadle.scheduler import guards
 from treadle.scheduler.batch import BoolArray
 from treadle.scheduler.state import BlockRefusal, SchedulerState

@@ -1,6 +1,6 @@
 """Questions that decide whether a request may come in now. Nothing here changes anything."""
 
-from treadle.request import Request
+from treadle.core.request import Request
 from treadle.scheduler.state import BlockRefusal, SchedulerState
 
 MAX_HEADROOM_DOUBLINGS = 16

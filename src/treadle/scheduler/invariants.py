@@ -4,9 +4,9 @@ from collections import Counter
 
 import numpy as np
 
-from treadle.errors import EngineError
+from treadle.core.errors import EngineError
+from treadle.core.request import RequestStatus, Sequence
 from treadle.kvcache import BlockPool
-from treadle.request import RequestStatus, Sequence
 from treadle.scheduler.plan import StepPlan
 from treadle.scheduler.scheduler import Scheduler
 

@@ -11,9 +11,9 @@
 
 import math
 
+from treadle.core.outputs import PreemptionRecord
+from treadle.core.request import FinishReason, Rank, Request, RequestStatus, Sequence
 from treadle.kvcache import AllocationPlan, BlockPairs
-from treadle.outputs import PreemptionRecord
-from treadle.request import FinishReason, Rank, Request, RequestStatus, Sequence
 from treadle.scheduler.report import PreemptionMode
 from treadle.scheduler.state import SchedulerState
 

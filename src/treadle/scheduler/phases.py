@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treadle.core.request import FinishReason, IntArray, Request, Sequence
 from treadle.kvcache import AllocStatus, BlockPairs
-from treadle.request import FinishReason, IntArray, Request, Sequence
 from treadle.scheduler import eviction, guards, lifecycle
 from treadle.scheduler.batch import BoolArray
 from treadle.scheduler.beams import num_candidates

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from treadle.request import IntArray
-from treadle.sampling_params import SamplingParams
+from treadle.core.request import IntArray
+from treadle.core.sampling_params import SamplingParams
 
 Pairs = tuple[tuple[int, int], ...]
 

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 
-from treadle.request import Rank, Request
+from treadle.core.request import Rank, Request
 
 
 def _rank(request: Request) -> Rank:

@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from treadle.request import IntArray, Request, Sequence, TimeArray
+from treadle.core.request import IntArray, Request, Sequence, TimeArray
 from treadle.scheduler.plan import NO_NUMBERS, StepPlan, TokenLogprobs
 from treadle.scheduler.state import SchedulerState
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from treadle.request import FinishReason, IntArray, Request, Sequence, TimeArray
+from treadle.core.request import FinishReason, IntArray, Request, Sequence, TimeArray
 from treadle.scheduler import beam_step, lifecycle
 from treadle.scheduler.plan import StepPlan, StepResult, TokenLogprobs
 from treadle.scheduler.report import StepOutputs

@@ -8,11 +8,11 @@ changes in results.py.
 import operator
 from dataclasses import replace
 
-from treadle.clock import Clock, SystemClock
-from treadle.config import CacheConfig, SchedulerConfig, check_prompt_length
-from treadle.errors import ConfigError, EngineError, InvalidRequestError, Overloaded
+from treadle.core.clock import Clock, SystemClock
+from treadle.core.config import CacheConfig, SchedulerConfig, check_prompt_length
+from treadle.core.errors import ConfigError, EngineError, InvalidRequestError, Overloaded
+from treadle.core.request import FinishReason, Request, Sequence
 from treadle.kvcache import KVCacheManager
-from treadle.request import FinishReason, Request, Sequence
 from treadle.scheduler import lifecycle
 from treadle.scheduler.ageing import Ageing
 from treadle.scheduler.batch import RunningBatch

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from treadle.clock import Clock
-from treadle.config import SchedulerConfig
+from treadle.core.clock import Clock
+from treadle.core.config import SchedulerConfig
+from treadle.core.request import Request
 from treadle.kvcache import KVCacheManager
-from treadle.request import Request
 from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.beams import BeamSearch
 from treadle.scheduler.policies.at_work import PoliciesAtWork

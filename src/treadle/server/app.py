@@ -13,10 +13,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from treadle._version import __version__
-from treadle.build import BuiltEngine
-from treadle.errors import EngineError, InvalidRequestError, Overloaded
+from treadle.assembly.build import BuiltEngine
+from treadle.core.errors import EngineError, InvalidRequestError, Overloaded
+from treadle.core.sampling_params import check_token_ids
 from treadle.page import CONTENT_SECURITY_POLICY, CONTENT_TYPES, static_files
-from treadle.sampling_params import check_token_ids
 from treadle.server.chat import Chat, render_chat
 from treadle.server.completions import Completion
 from treadle.server.feed import StepFeed

@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Generic, TypeVar
 
+from treadle.core.errors import EngineError
+from treadle.core.outputs import CompletionOutput
 from treadle.engine.async_engine import RequestStream
-from treadle.errors import EngineError
-from treadle.outputs import CompletionOutput
 from treadle.server.protocol import GenerationRequest
 from treadle.server.responses import JSON, finish_fields, sse, usage
 from treadle.server.service import Service, interleave

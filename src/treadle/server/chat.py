@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from starlette.requests import Request as HTTPRequest
 
+from treadle.core.errors import InvalidRequestError
+from treadle.core.outputs import CompletionOutput
 from treadle.engine.async_engine import RequestStream
-from treadle.errors import InvalidRequestError
-from treadle.outputs import CompletionOutput
 from treadle.server.call import Call
 from treadle.server.protocol import ChatRequest, flatten_content
 from treadle.server.responses import JSON, chat_logprobs, finish_fields, prompt_logprobs, usage_of

@@ -6,9 +6,9 @@ from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
+from treadle.core.errors import InvalidRequestError
+from treadle.core.outputs import CompletionOutput, RequestOutput
 from treadle.engine.async_engine import RequestStream
-from treadle.errors import InvalidRequestError
-from treadle.outputs import CompletionOutput, RequestOutput
 from treadle.server.call import Call
 from treadle.server.protocol import CompletionRequest
 from treadle.server.responses import (

@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from treadle.clock import Clock
+from treadle.core.clock import Clock
+from treadle.core.request import Request
 from treadle.engine.async_engine import AsyncEngine
-from treadle.engine.state_record import describe_state
-from treadle.engine.step_record import StepDescriber, StepRecord
-from treadle.request import Request
 from treadle.scheduler import Scheduler, StepOutputs, StepReport
+from treadle.trace.state_record import describe_state
+from treadle.trace.step_record import StepDescriber, StepRecord
 
 MAX_PENDING = 500
 """Maximum backlog of a slow client; beyond it the client gets a new state and the number of missed records."""

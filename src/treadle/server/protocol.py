@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from treadle.errors import InvalidRequestError
-from treadle.sampling_params import SamplingParams
-from treadle.structured_outputs import StructuredOutputsParams
+from treadle.core.errors import InvalidRequestError
+from treadle.core.sampling_params import SamplingParams
+from treadle.core.structured_outputs import StructuredOutputsParams
 from treadle.text.input_processor import RequestOptions
 
 logger = logging.getLogger("treadle")

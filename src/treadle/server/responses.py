@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from treadle.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from treadle.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent; the same value as vLLM's."""

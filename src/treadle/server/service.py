@@ -8,13 +8,13 @@ from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
-from treadle.build import BuiltEngine
+from treadle.assembly.build import BuiltEngine
+from treadle.core.errors import EngineError, InvalidRequestError
+from treadle.core.outputs import RequestOutput
+from treadle.core.sampling_params import SamplingParams
 from treadle.engine.async_engine import AsyncEngine, RequestStream
-from treadle.engine.state_record import describe_state
-from treadle.errors import EngineError, InvalidRequestError
-from treadle.outputs import RequestOutput
-from treadle.sampling_params import SamplingParams
 from treadle.text.input_processor import Prompt, RequestOptions
+from treadle.trace.state_record import describe_state
 
 MAX_PROMPTS = 1024
 """Maximum number of prompts in one HTTP request."""

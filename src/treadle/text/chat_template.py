@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from treadle.errors import InvalidRequestError, ModelLoadError
+from treadle.core.errors import InvalidRequestError, ModelLoadError
 
 
 class _GenerationBlock(Extension):

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.text.tokenizer import Tokenizer
 
 # Values of tokenizer.ggml.token_type.

@@ -9,9 +9,9 @@ import weakref
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from treadle.errors import InvalidRequestError, MissingPackageError
-from treadle.extras import extra
-from treadle.structured_outputs import StructuredOutputsParams
+from treadle.core.errors import InvalidRequestError, MissingPackageError
+from treadle.core.extras import extra
+from treadle.core.structured_outputs import StructuredOutputsParams
 from treadle.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypedDict
 
-from treadle.config import RequestLimits
-from treadle.errors import InvalidRequestError
-from treadle.lora import LoRARequest
-from treadle.request import Request
-from treadle.sampling_params import SamplingParams
+from treadle.core.config import RequestLimits
+from treadle.core.errors import InvalidRequestError
+from treadle.core.lora import LoRARequest
+from treadle.core.request import Request
+from treadle.core.sampling_params import SamplingParams
 from treadle.text.grammar import GrammarCompiler
 from treadle.text.tokenizer import Tokenizer
 

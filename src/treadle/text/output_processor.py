@@ -5,8 +5,8 @@ A request without streaming, stop strings and logprobs costs nothing here until 
 
 from collections.abc import Iterable
 
-from treadle.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from treadle.request import FinishReason, Request, Sequence
+from treadle.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from treadle.core.request import FinishReason, Request, Sequence
 from treadle.scheduler import StepOutputs, TokenLogprobs
 from treadle.text.detokenizer import IncrementalDetokenizer
 from treadle.text.stop_strings import StopStringMatcher

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tokenizers
 
-from treadle.errors import ModelLoadError
+from treadle.core.errors import ModelLoadError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 

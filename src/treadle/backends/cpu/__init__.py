@@ -14,7 +14,7 @@ from treadle.backends.cpu.build import BUILDS, KernelBuildError, best_build, mis
 from treadle.backends.cpu.library import Library, load_library
 from treadle.backends.cpu.model import NativeModel, why_not_native
 from treadle.backends.protocol import BackendSettings
-from treadle.errors import ConfigError
+from treadle.core.errors import ConfigError
 from treadle.models.loaders.base import WeightSource
 from treadle.models.spec import ModelSpec
 

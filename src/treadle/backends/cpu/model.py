@@ -27,7 +27,7 @@ from treadle.backends.cpu.library import (
     WeightsStruct,
     pointer,
 )
-from treadle.errors import UnsupportedModelError
+from treadle.core.errors import UnsupportedModelError
 from treadle.models.loaders.base import WeightSource
 from treadle.models.rope import rotary_tables
 from treadle.models.spec import (

@@ -8,7 +8,7 @@ import torch
 from treadle.backends.protocol import BackendSettings
 from treadle.backends.torch.backend import TorchBackend
 from treadle.backends.torch.model import TorchModel
-from treadle.errors import ConfigError
+from treadle.core.errors import ConfigError
 from treadle.models.loaders.base import WeightSource
 from treadle.models.spec import ModelSpec
 

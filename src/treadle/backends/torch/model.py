@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from treadle.backends.torch import reference as kernels
-from treadle.errors import UnsupportedModelError
+from treadle.core.errors import UnsupportedModelError
 from treadle.models.loaders.base import WeightSource
 from treadle.models.rope import rotary_tables
 from treadle.models.spec import LayerSpec, ModelSpec, unsupported_property

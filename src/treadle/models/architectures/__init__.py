@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
-from treadle.errors import UnsupportedModelError
+from treadle.core.errors import UnsupportedModelError
 from treadle.models.architecture import Architecture, CheckpointFormat
 from treadle.models.gguf_metadata import GGUFMetadata
 

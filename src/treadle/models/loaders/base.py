@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from treadle.errors import ModelLoadError
+from treadle.core.errors import ModelLoadError
 from treadle.models.architecture import CheckpointFormat, Metadata, WeightMap
 from treadle.models.spec import ModelSpec
 from treadle.text import ChatTemplate, Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.models.architectures import find_gguf
 from treadle.models.gguf_metadata import GGUFMetadata
 from treadle.models.loaders.base import CheckpointWeights, LoadedModel, read_spec

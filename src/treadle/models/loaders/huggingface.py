@@ -8,7 +8,7 @@ from typing import Any
 import safetensors
 import torch
 
-from treadle.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.models.architectures import find_huggingface
 from treadle.models.loaders.base import CheckpointWeights, LoadedModel, read_spec
 from treadle.text import ChatTemplate, Tokenizer

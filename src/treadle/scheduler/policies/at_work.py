@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from treadle.config import SchedulerConfig
+from treadle.core.config import SchedulerConfig
+from treadle.core.request import Request
 from treadle.kvcache import KVCacheManager
-from treadle.request import Request
 from treadle.scheduler.policies import registry
 from treadle.scheduler.policies.base import Cut, Moment, Policy, RequestView, StepBuilder
 

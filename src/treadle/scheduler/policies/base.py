@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, Self
 
-from treadle.config import SchedulerConfig
+from treadle.core.config import SchedulerConfig
+from treadle.core.request import Request
 from treadle.kvcache import KVCacheManager
-from treadle.request import Request
 
 MAX_RERANKED = 128
 """Orders that come with Treadle ask again only while at most so many requests wait, because asking costs for each."""

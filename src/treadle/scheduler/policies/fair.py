@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from treadle.config import SchedulerConfig
+from treadle.core.config import SchedulerConfig
 from treadle.scheduler.policies.base import MAX_RERANKED, Moment, QueueOrder, RequestView
 
 

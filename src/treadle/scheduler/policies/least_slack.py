@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from treadle.config import SchedulerConfig
+from treadle.core.config import SchedulerConfig
 from treadle.scheduler.policies.base import MAX_RERANKED, Moment, QueueOrder, RequestView
 
 WEIGHT = 0.1

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from treadle.config import SchedulerConfig
+from treadle.core.config import SchedulerConfig
 from treadle.scheduler.policies.base import Cut, PhasePolicy, StepBuilder
 from treadle.scheduler.policies.prefill_streak import PrefillStreak
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
-from treadle.config import SchedulerConfig
-from treadle.errors import ConfigError
+from treadle.core.config import SchedulerConfig
+from treadle.core.errors import ConfigError
 from treadle.scheduler.policies.base import PhasePolicy, Policy, QueueOrder, VictimPolicy
 from treadle.scheduler.policies.chunked import Chunked
 from treadle.scheduler.policies.fair import Fair

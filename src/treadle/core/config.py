@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from treadle.errors import ConfigError, InvalidRequestError
-from treadle.sampling_params import SamplingParams, check_token_ids
-from treadle.settings import check_count, check_settings, setting
+from treadle.core.errors import ConfigError, InvalidRequestError
+from treadle.core.sampling_params import SamplingParams, check_token_ids
+from treadle.core.settings import check_count, check_settings, setting
 
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The embedded model."""
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 MIN_MODEL_LEN = 2

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from treadle import memory
+from treadle.core import memory
 
 
 def test_available_memory_is_some_and_not_more_than_there_is():

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
+from treadle.assembly.engine_config import EngineConfig, parse_memory_size, parse_swap_space
 from treadle.backends import BackendSettings, choose_backend
-from treadle.clock import SystemClock
-from treadle.config import CacheConfig, RequestLimits, policy_name
+from treadle.core.clock import SystemClock
+from treadle.core.config import CacheConfig, RequestLimits, policy_name
+from treadle.core.errors import ConfigError, InvalidRequestError
+from treadle.core.memory import available_bytes
 from treadle.engine import Engine
 from treadle.engine.observers import Observer, StatsLogger
-from treadle.engine.recorder import StepRecorder
-from treadle.engine_config import EngineConfig, parse_memory_size, parse_swap_space
-from treadle.errors import ConfigError, InvalidRequestError
-from treadle.memory import available_bytes
 from treadle.models.registry import load_model
 from treadle.models.spec import ModelSpec
 from treadle.runner import ModelRunner
@@ -25,6 +24,7 @@ from treadle.scheduler import Scheduler
 from treadle.text import ChatTemplate, Tokenizer
 from treadle.text.input_processor import InputProcessor
 from treadle.text.output_processor import OutputProcessor
+from treadle.trace.recorder import StepRecorder
 
 logger = logging.getLogger("treadle")
 

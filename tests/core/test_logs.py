@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from treadle.errors import ConfigError
-from treadle.logs import show_logs
+from treadle.core.errors import ConfigError
+from treadle.core.logs import show_logs
 
 
 @pytest.fixture

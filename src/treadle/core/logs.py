@@ -3,7 +3,7 @@
 import logging
 import os
 
-from treadle.errors import ConfigError
+from treadle.core.errors import ConfigError
 
 LEVEL_VARIABLE = "TREADLE_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from treadle.errors import MissingPackageError
+from treadle.core.errors import MissingPackageError
 
 
 @contextmanager

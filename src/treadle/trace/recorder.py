@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from treadle.clock import Clock
-from treadle.engine.step_record import StepDescriber, StepRecord
-from treadle.errors import ConfigError
-from treadle.request import Request
+from treadle.core.clock import Clock
+from treadle.core.errors import ConfigError
+from treadle.core.request import Request
 from treadle.scheduler import Scheduler, StepOutputs, StepReport
+from treadle.trace.step_record import StepDescriber, StepRecord
 
 FORMAT = 1
 """Number of the file format; it grows when a reader of old files would be misled."""

@@ -10,7 +10,7 @@ import typing
 from dataclasses import dataclass, field, fields
 from typing import Any, SupportsIndex
 
-from treadle.errors import ConfigError
+from treadle.core.errors import ConfigError
 
 _KEY = "setting"
 

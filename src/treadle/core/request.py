@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from treadle.lora import LoRARequest
-from treadle.outputs import RequestMetrics
-from treadle.sampling_params import SamplingParams
+from treadle.core.lora import LoRARequest
+from treadle.core.outputs import RequestMetrics
+from treadle.core.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
 TimeArray = npt.NDArray[np.float64]

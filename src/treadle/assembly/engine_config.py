@@ -6,20 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from treadle.config import (
+from treadle.core.config import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    DEFAULT_MODEL,
     MIN_MODEL_LEN,
     PolicyChoice,
     SchedulerConfig,
     SchedulingSettings,
 )
-from treadle.errors import ConfigError
+from treadle.core.errors import ConfigError
+from treadle.core.settings import check_count, check_settings, setting
 from treadle.scheduler.policies.registry import check_policies, needs_whole_prompts
-from treadle.settings import check_count, check_settings, setting
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
-"""The embedded model."""
 
 CPU_KERNELS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "off")
 """Builds of the native kernels, best first, and their absence."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from treadle.errors import InvalidRequestError
+from treadle.core.errors import InvalidRequestError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 

@@ -8,46 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from support.recordings import record_run
 from support.toy import ToyEngine
-from treadle.engine.recorder import StepRecorder
-from treadle.engine.recording import Recording
-from treadle.errors import ConfigError, InvalidRequestError
+from treadle.core.errors import ConfigError, InvalidRequestError
+from treadle.trace.recorder import StepRecorder
+from treadle.trace.recording import Recording
 
 TRACE = """
 import random, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_recording import record_run
+from support.recordings import record_run
 record_run(Path(sys.argv[2]))
 """
-
-
-def record_run(path, policy="chunked"):
-    """A seeded trace with groups, beams, adapters, swaps and preemptions, recorded."""
-    import random
-
-    from treadle.lora import LoRARequest
-
-    rng = random.Random(4)
-    engine = ToyEngine(
-        num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, policy=policy, order="priority",
-        max_loras=1, admission_headroom=0,
-    )  # fmt: skip
-    recorder = StepRecorder(path, engine.scheduler, engine.clock)
-    engine.observers.append(recorder)
-    for i in range(25):
-        adapter = rng.choice([0, 0, 1, 2])
-        engine.add(
-            f"r{i}", [rng.randrange(50) for _ in range(rng.randrange(1, 30))], rng.randrange(1, 25),
-            n=rng.choice([1, 1, 3]), priority=rng.randrange(3),
-            params={"use_beam_search": True} if rng.random() < 0.2 else {},
-            lora=LoRARequest("x", adapter) if adapter else None,
-        )  # fmt: skip
-        for _ in range(rng.randrange(3)):
-            engine.step()
-    engine.run()
-    recorder.close()
-    return engine
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +37,7 @@ def test_recordings_are_the_same_to_the_byte_in_any_process(tmp_path):
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
         }
         subprocess.run(
-            [sys.executable, "-c", TRACE, str(Path(__file__).parent), str(tmp_path / f"{seed}.jsonl")],
+            [sys.executable, "-c", TRACE, str(Path(__file__).parents[1]), str(tmp_path / f"{seed}.jsonl")],
             check=True, env=environment, timeout=120,
         )  # fmt: skip
     first, second = ((tmp_path / f"{seed}.jsonl").read_bytes() for seed in ("1", "2"))

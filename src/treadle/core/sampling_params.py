@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
-from treadle.errors import InvalidRequestError
-from treadle.structured_outputs import StructuredOutputsParams
+from treadle.core.errors import InvalidRequestError
+from treadle.core.structured_outputs import StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this mean greedy sampling: dividing by them would overflow."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from treadle.engine.step_record import StepRecord, describe_step
-from treadle.request import Request
+from treadle.core.request import Request
 from treadle.scheduler import StepOutputs, StepReport
+from treadle.trace.step_record import StepRecord, describe_step
 
 
 class StepTable:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from treadle.errors import InvalidRequestError
+from treadle.core.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.request import IntArray
+from treadle.core.request import IntArray
 from treadle.scheduler.report import CACHED, FREE, BlockHolders
 
 BlockChanges = dict[str, Any]

@@ -20,10 +20,10 @@ A record is a mapping::
 from collections.abc import Iterable
 from typing import Any
 
-from treadle.clock import Clock
-from treadle.engine.block_map import BlockMap
-from treadle.request import Request
+from treadle.core.clock import Clock
+from treadle.core.request import Request
 from treadle.scheduler import RunKind, Scheduler, StepReport
+from treadle.trace.block_map import BlockMap
 
 StepRecord = dict[str, Any]
 

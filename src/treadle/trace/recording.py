@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from treadle.engine.recorder import FORMAT
-from treadle.engine.step_record import StepRecord
-from treadle.engine.step_table import StepTable, step_cells
-from treadle.errors import InvalidRequestError
+from treadle.core.errors import InvalidRequestError
+from treadle.trace.recorder import FORMAT
+from treadle.trace.step_record import StepRecord
+from treadle.trace.step_table import StepTable, step_cells
 
 MICROSECONDS = 1e6
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from treadle.request import Request
+from treadle.core.request import Request
 from treadle.scheduler import Scheduler
 
 

@@ -1,0 +1,1 @@
+"""What happened, as plain data: records of steps, recordings, the step table."""
