@@ -28,7 +28,7 @@ ROOMS = [
     {"page", "loadgen"},
     {"server"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "testing"},
 ]
 WITHOUT_TORCH = [
     "kvcache",

@@ -8,13 +8,13 @@ import tokenizers
 from hypothesis import given
 
 from support.examples import examples
-from support.toy import ToyEngine, ToyRunner
 from treadle.core.clock import VirtualClock
 from treadle.core.config import CacheConfig, SchedulerConfig
 from treadle.core.request import Request
 from treadle.core.sampling_params import SamplingParams
 from treadle.engine import Engine
 from treadle.scheduler import Scheduler
+from treadle.testing.toy import ToyEngine, ToyRunner
 from treadle.text.output_processor import OutputProcessor
 from treadle.text.tokenizer import Tokenizer
 

@@ -1,8 +1,8 @@
 """What the cache finds, and what it must not find."""
 
-from support.toy import ToyEngine, toy_continuation
 from treadle.kvcache import PrefixIndex
 from treadle.kvcache.prefix_index import ROOT, BlockKey
+from treadle.testing.toy import ToyEngine, toy_continuation
 
 
 def hits(engine, name):

@@ -6,8 +6,8 @@ The lines are kept in `recorded/`: whoever changes the scheduler sees which plan
 import random
 import zlib
 
-from support.toy import ToyEngine
 from treadle.core.lora import LoRARequest
+from treadle.testing.toy import ToyEngine
 
 SMALL = {
     "num_blocks": 20, "block_size": 4, "max_model_len": 60, "admission_headroom": 0, "long_prefill_token_threshold": 0

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 
 from support.examples import examples
-from support.toy import ToyEngine
 from treadle.scheduler import guards
 from treadle.scheduler.phases import Phases
+from treadle.testing.toy import ToyEngine
 
 
 def decodes_one_by_one(self):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from support.toy import ToyRunner, toy_request
 from treadle.core.clock import VirtualClock
 from treadle.core.config import CacheConfig, SchedulerConfig
 from treadle.core.request import Request
 from treadle.core.sampling_params import SamplingParams
 from treadle.engine import Engine
 from treadle.scheduler import Scheduler, StepResult
+from treadle.testing.toy import ToyRunner, toy_request
 from treadle.text.output_processor import OutputProcessor
 from treadle.text.tokenizer import Tokenizer
 

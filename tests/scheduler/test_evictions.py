@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 
 from support.examples import examples
-from support.toy import ToyEngine, toy_continuation
 from treadle.scheduler import WaitReason
 from treadle.scheduler.eviction import fewest
 from treadle.scheduler.phases import Phases
+from treadle.testing.toy import ToyEngine, toy_continuation
 
 B = 4
 POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from support.toy import ToyEngine, toy_continuation
 from treadle.core.errors import ConfigError, EngineError, InvalidRequestError
 from treadle.scheduler import WaitReason
+from treadle.testing.toy import ToyEngine, toy_continuation
 
 B = 4
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from support.toy import ToyEngine, toy_beam_search, toy_continuation
 from treadle.core.request import FinishReason
 from treadle.scheduler import check_invariants
+from treadle.testing.toy import ToyEngine, toy_beam_search, toy_continuation
 
 B = 4
 PROMPT = list(range(10))

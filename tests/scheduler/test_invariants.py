@@ -2,10 +2,10 @@
 
 import pytest
 
-from support.toy import ToyEngine
 from treadle.core.request import RequestStatus
 from treadle.scheduler import check_invariants
 from treadle.scheduler.invariants import InvariantViolation
+from treadle.testing.toy import ToyEngine
 
 
 @pytest.fixture

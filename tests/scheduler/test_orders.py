@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from support.check_policy import check_policy
-from support.toy import ToyEngine, toy_continuation
 from treadle.core.errors import ConfigError, InvalidRequestError, Overloaded
 from treadle.core.lora import LoRARequest
 from treadle.scheduler import WaitReason
+from treadle.testing import check_policy
+from treadle.testing.toy import ToyEngine, toy_continuation
 
 B = 4
 POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]

@@ -6,13 +6,14 @@ import random
 
 import pytest
 
-from support.check_policy import Trace, check_policy
-from support.toy import ToyEngine, toy_continuation
 from treadle.assembly.engine_config import EngineConfig
 from treadle.core.errors import ConfigError, EngineError
 from treadle.scheduler.phases import Phases
 from treadle.scheduler.policies import Cut, PhasePolicy, QueueOrder, VictimPolicy
 from treadle.scheduler.policies.registry import ORDERS, PHASES, VICTIMS
+from treadle.testing import check_policy
+from treadle.testing.policies import Trace
+from treadle.testing.toy import ToyEngine, toy_continuation
 
 BUILTIN = [cls for kind in (PHASES, ORDERS, VICTIMS) for cls in kind.builtin.values()]
 

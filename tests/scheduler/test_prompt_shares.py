@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 
 from support.examples import examples
-from support.toy import ToyEngine, toy_continuation
 from treadle.core.errors import ConfigError
 from treadle.scheduler import WaitReason
+from treadle.testing.toy import ToyEngine, toy_continuation
 
 B = 4
 

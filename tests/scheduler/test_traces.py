@@ -5,8 +5,8 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from support.examples import examples
-from support.toy import VOCAB_SIZE, ToyEngine, toy_beam_search, toy_continuation
 from treadle.core.lora import LoRARequest
+from treadle.testing.toy import VOCAB_SIZE, ToyEngine, toy_beam_search, toy_continuation
 
 MAX_MODEL_LEN = 60
 POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]

@@ -3,8 +3,8 @@
 import asyncio
 
 from support.block_maps import apply, plain_look
-from support.toy import ToyEngine
 from treadle.server.feed import MAX_PENDING, StepFeed
+from treadle.testing.toy import ToyEngine
 
 
 class BetweenSteps:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from support.toy import ToyEngine
 from treadle.server.metrics import Metrics
+from treadle.testing.toy import ToyEngine
 
 
 class Account:

@@ -2,8 +2,8 @@
 
 import random
 
-from support.toy import ToyEngine
 from treadle.core.lora import LoRARequest
+from treadle.testing.toy import ToyEngine
 from treadle.trace.recorder import StepRecorder
 
 

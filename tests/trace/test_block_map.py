@@ -8,7 +8,7 @@ from hypothesis import given
 
 from support.block_maps import apply, plain_look, spread
 from support.examples import examples
-from support.toy import ToyEngine
+from treadle.testing.toy import ToyEngine
 from treadle.trace.block_map import BlockMap, runs
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.recordings import record_run
-from support.toy import ToyEngine
 from treadle.core.errors import ConfigError, InvalidRequestError
+from treadle.testing.toy import ToyEngine
 from treadle.trace.recorder import StepRecorder
 from treadle.trace.recording import Recording
 

@@ -4,9 +4,9 @@ import logging
 import random
 from typing import Any
 
-from support.toy import VOCAB_SIZE, ToyEngine, toy_beam_search, toy_continuation
 from treadle.core.lora import LoRARequest
 from treadle.scheduler.policies import PhasePolicy, QueueOrder, VictimPolicy
+from treadle.testing.toy import VOCAB_SIZE, ToyEngine, toy_beam_search, toy_continuation
 
 MAX_MODEL_LEN = 60
 
@@ -100,6 +100,7 @@ class Trace:
         return [(r.details.ran, r.preempted, r.swapped_in, r.refusals) for r in self.engine.reports if r.details]
 
     def add(self) -> None:
+        """Add a random request, and note what it has to answer."""
         rng = self.rng
         name = f"r{len(self.expected)}"
         vocabulary = rng.choice([2, VOCAB_SIZE])
@@ -114,13 +115,14 @@ class Trace:
             deadline=rng.choice([5.0, 50.0, float("inf")]),
             lora=LoRARequest(f"a{adapter}", adapter) if adapter else None,
         )  # fmt: skip
-        common = {"stop_ids": frozenset(stop_ids), "max_model_len": MAX_MODEL_LEN, "adapter": adapter}
+        common: dict[str, Any] = {"stop_ids": frozenset(stop_ids), "max_model_len": MAX_MODEL_LEN, "adapter": adapter}
         if is_search:
             self.expected[name] = toy_beam_search(prompt, n, max_tokens, **common)
         else:
             self.expected[name] = [toy_continuation(prompt, max_tokens, index=i, **common) for i in range(n)]
 
     def abort(self) -> None:
+        """Abort a random request, between steps or while one runs."""
         scheduler = self.engine.scheduler
         name = self.rng.choice([r.request_id for r in scheduler.unfinished_requests()])
         self.gone.add(name)
@@ -130,6 +132,7 @@ class Trace:
             scheduler.abort(name)
 
     def check(self) -> None:
+        """Raise AssertionError unless every request has the right answer, and every block came back."""
         assert self.engine.finished.keys() == self.expected.keys()
         for name, expected in self.expected.items():
             request = self.engine.finished[name]
