@@ -3,6 +3,7 @@
 python docs/make_settings.py
 """
 
+import argparse
 from itertools import groupby
 from pathlib import Path
 
@@ -39,4 +40,5 @@ def _row(name: str, declared: Setting) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

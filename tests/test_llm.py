@@ -285,7 +285,7 @@ def test_limits_of_this_engine(llm):
         generate(llm, "Hello", SamplingParams(logprobs=21))
     with pytest.raises(InvalidRequestError, match="there are 1 of them for 2 prompts"):
         generate(llm, ["a", "b"], [GREEDY])
-    with pytest.raises(InvalidRequestError, match="min_tokens: is 3, but every allowed_token_ids"):
+    with pytest.raises(InvalidRequestError, match="min_tokens: is 3, but every id in allowed_token_ids"):
         generate(llm, "Hello", SamplingParams(min_tokens=3, allowed_token_ids=[2]))
 
 

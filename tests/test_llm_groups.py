@@ -66,7 +66,7 @@ def test_beam_search(llm):
     ("params", "message"),
     [
         ({"n": 0}, "n: must be at least 1"),
-        ({"n": 2, "temperature": 0.0}, "n: greedy sequences are all the same"),
+        ({"n": 2, "temperature": 0.0}, "n: must be 1 with greedy sampling"),
         ({"use_beam_search": True, "stop": "x"}, "stop: stop strings are not supported with beam search"),
         ({"use_beam_search": True, "logprobs": 1}, "logprobs: not supported with beam search"),
         ({"use_beam_search": True, "early_stopping": "maybe"}, "early_stopping: must be True, False or 'never'"),

@@ -83,6 +83,21 @@ def test_an_observer_that_raises_is_logged_once_and_removed(caplog):
     assert sum("Raising" in record.message and "removed" in record.message for record in caplog.records) == 1
 
 
+def test_an_interrupt_while_observers_look_loses_no_output():
+    class Interrupted:
+        def on_step(self, report, outputs, finished):
+            if finished:
+                raise KeyboardInterrupt
+
+    engine, _ = make_engine(Interrupted())
+    add(engine, "a")
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    assert engine.has_unfinished_requests
+    (result,) = run(engine)
+    assert len(result.outputs[0].token_ids) == 5
+
+
 def test_requests_that_end_without_a_step_are_seen():
     seen = Seen()
     engine, _ = make_engine(seen)

@@ -23,6 +23,7 @@ class TestEngine:
         loaded, model: what computes.
         runner: wraps the runner.
         child: another process that runs the steps, see child_runner.
+        find_grammar: the compiled grammar of a text, instead of a compiler of the runner's own.
     """
 
     __test__ = False
@@ -38,6 +39,7 @@ class TestEngine:
         num_host_blocks=0,
         runner=None,
         child=None,
+        find_grammar=None,
         int8_kv=False,
         threads=2,
         **scheduler,
@@ -59,7 +61,10 @@ class TestEngine:
             "int8_kv": int8_kv, "threads": threads, "max_num_seqs": scheduler["max_num_seqs"],
             "max_model_len": scheduler["max_model_len"],
         }  # fmt: skip
-        self.runner = make_runner(loaded, model, **shape) if child is None else child.runner(**shape)
+        if child is None:
+            self.runner = make_runner(loaded, model, **shape, find_grammar=find_grammar)
+        else:
+            self.runner = child.runner(**shape)
         if runner is not None:
             self.runner = runner(self.runner)
         self.reports = []
@@ -107,15 +112,16 @@ class TestEngine:
 
 
 def make_runner(
-    loaded, model, *, num_blocks, num_host_blocks, block_size, int8_kv, threads, max_num_seqs, max_model_len
-):
+    loaded, model, *, num_blocks, num_host_blocks, block_size, int8_kv, threads, max_num_seqs, max_model_len,
+    find_grammar=None,
+):  # fmt: skip
     """A runner that has seen no plan; it compiles grammars for itself."""
     grammars = GrammarCompiler(loaded.tokenizer, model.config.vocab_size, loaded.eos_token_ids)
     return ModelRunner(
         make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads),
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        find_grammar=grammars.find,
+        find_grammar=find_grammar or grammars.find,
     )
 
 

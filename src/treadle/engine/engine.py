@@ -60,11 +60,13 @@ class Engine:
         self._observers = list(observers)
         self._check_invariants = check_invariants
         self.num_steps = 0
+        self._undelivered: list[RequestOutput] = []
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether another step has something to do or to deliver."""
-        return self.scheduler.num_unfinished_requests > 0 or self.scheduler.has_undelivered_requests
+        scheduler = self.scheduler
+        return bool(scheduler.num_unfinished_requests or scheduler.has_undelivered_requests or self._undelivered)
 
     def add_observer(self, observer: Observer) -> None:
         """Show every further step to `observer`."""
@@ -117,9 +119,12 @@ class Engine:
             outputs = self._run(plan)
             self.num_steps += 1
         finished = scheduler.take_finished()
+        # Kept until they are returned: an interrupt while observers look loses none.
+        self._undelivered += self._output_processor.collect(finished)
         if report is not None or finished:
             self._show(report, outputs, finished)
-        return self._output_processor.collect(finished)
+        results, self._undelivered = self._undelivered, []
+        return results
 
     def _show(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
         """Tell the observers; one that raises is not asked again."""

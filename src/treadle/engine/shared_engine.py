@@ -61,6 +61,8 @@ class SharedEngine:
         if not mailbox:
             with self._turn():
                 if not mailbox:  # nothing came while the turn was another's
+                    if not self._engine.has_unfinished_requests:
+                        raise EngineError("the outputs of this call were lost in a step that failed")
                     self._step()
         taken = mailbox[:]
         del mailbox[: len(taken)]  # another thread may have appended to it

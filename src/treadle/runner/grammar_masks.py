@@ -54,6 +54,7 @@ class GrammarMasks:
         fill_next_token_bitmask_par(self._executor, [(m.backend, i) for i, m in enumerate(matchers)], masks)
         for row, matcher in zip(distinct.tolist(), matchers, strict=True):
             if (error := matcher.error) is not None:
+                table.matchers[row] = None  # it cannot be used again
                 self._errors.append((row, f"structured_outputs: {error}"))
         allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
         forbidden = torch.from_numpy(allowed == 0).to(values.device)

@@ -46,6 +46,7 @@ class ModelRunner:
         """Run one step."""
         if len(plan.drafts):
             raise NotImplementedError("this runner proposes no drafts, and cannot check any")
+        self._sampler.take_errors()  # of a step that failed
         self._table.take(plan)
         self._backend.move_blocks(plan.moves)
         if plan.is_empty:

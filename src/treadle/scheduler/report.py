@@ -119,7 +119,7 @@ class StepDetails:
         ran: the sequences in the step, in the plan's order.
         waiting, swapped: requests in the order in which they go.
         running: running requests in rank order.
-        arrived: unfinished requests that are new since the step before.
+        arrived: requests that were added since the step before, those that have ended since among them.
         num_blocks: how many blocks are in which state, see `count_blocks`.
         holders: who holds which block.
     """
@@ -209,7 +209,7 @@ def describe_step(state: SchedulerState, plan: StepPlan, arrived: Iterable[Reque
         waiting=tuple(request.request_id for request in state.waiting),
         swapped=tuple(request.request_id for request in state.swapped),
         running=tuple(request.request_id for request in state.batch.running_requests()),
-        arrived=tuple(_describe_arrival(request) for request in arrived if not request.is_finished),
+        arrived=tuple(_describe_arrival(request) for request in arrived),
         num_blocks=count_blocks(state),
         holders=block_holders(state),
     )

@@ -63,7 +63,8 @@ def take_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> St
         num_generated += more
         gaps = np.concatenate([gaps, beam_gaps])
     for row, error in result.errors:
-        _fail_request(state, planned[plan.rows == row][0], error)
+        for seq in planned[plan.rows == row]:
+            _fail_request(state, seq, error)
     batch.drafts = {row: draft for row, draft in result.drafts.items() if batch.sequences[row] is not None}
     waits = (request.metrics.time_to_first_token for request in awaiting_first)
     return StepOutputs(

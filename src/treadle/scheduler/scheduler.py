@@ -225,7 +225,9 @@ class Scheduler:
         self._arrived.clear()
         self._watch_progress(plan, has_changed=self._queue_lengths() != before)
         for preemption in report.preempted:
-            self._ageing.watch(state.requests[preemption.request_id])
+            request = state.requests.get(preemption.request_id)
+            if request is not None:  # else it was given up in the same step
+                self._ageing.watch(request)
         self._plan, self.report = plan, report
         return plan
 

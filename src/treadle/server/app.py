@@ -233,6 +233,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, InvalidRequestError):
             return await invalid(http, cause)
+        if first["type"] == "json_invalid":  # its place is a number of characters, not a field
+            where = first["loc"][-1]
+            return answer(400, "invalid_request_error", f"the body is not valid JSON: {cause} at character {where}")
         field = ".".join(str(part) for part in first["loc"] if part != "body")
         return answer(
             400, "invalid_request_error", f"{field}: {first['msg']}" if field else first["msg"], field or None
