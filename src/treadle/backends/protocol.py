@@ -24,14 +24,14 @@ class BackendSettings:
         max_model_len: most tokens of one sequence.
     """
 
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    cpu_kernels: str = "auto"
-    num_threads: int | None = None
-    block_size: int = 16
-    max_model_len: int = 2048
+    device: str
+    dtype: str
+    quantization: str | None
+    kv_cache_dtype: str
+    cpu_kernels: str
+    num_threads: int | None
+    block_size: int
+    max_model_len: int
 
     @property
     def int8_weights(self) -> bool:
@@ -42,6 +42,12 @@ class BackendSettings:
     def int8_kv(self) -> bool:
         """Whether keys and values are int8."""
         return self.kv_cache_dtype == "int8" or (self.kv_cache_dtype == "auto" and self.int8_weights)
+
+
+def describe_numbers(dtype: str, *, int8_weights: bool, int8_kv: bool) -> str:
+    """What a backend computes in, for people: "int8 with bfloat16 KV"."""
+    weights, kv = ("int8" if is_int8 else dtype for is_int8 in (int8_weights, int8_kv))
+    return weights if weights == kv else f"{weights} with {kv} KV"
 
 
 @dataclass(frozen=True, slots=True)

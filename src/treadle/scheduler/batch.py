@@ -6,7 +6,7 @@ while its sequence runs; `rows` lists the used rows in rank order.
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,11 @@ NO_TOKEN = -1
 """Fills unused places among the stop ids; no token has this id."""
 
 BoolArray = npt.NDArray[np.bool_]
+
+
+def rows_of(sequences: Iterable[Sequence]) -> IntArray:
+    """The rows of running sequences: int32 [n]."""
+    return np.array([seq.row for seq in sequences], dtype=np.int32)
 
 
 class RunningBatch:

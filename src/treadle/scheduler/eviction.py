@@ -11,7 +11,7 @@ import numpy as np
 from treadle.core.request import IntArray, Rank, Request
 from treadle.kvcache import AllocationPlan, AllocStatus
 from treadle.scheduler import guards
-from treadle.scheduler.batch import BoolArray
+from treadle.scheduler.batch import BoolArray, rows_of
 from treadle.scheduler.state import BlockRefusal, SchedulerState
 
 
@@ -128,4 +128,4 @@ def _growth(state: SchedulerState, without: IntArray) -> int:
 
 
 def _rows(requests: list[Request]) -> IntArray:
-    return np.array([seq.row for request in requests for seq in request.live_sequences], dtype=np.int32)
+    return rows_of(seq for request in requests for seq in request.live_sequences)

@@ -11,7 +11,7 @@ import numpy as np
 from treadle.core.request import FinishReason, IntArray, Request, Sequence
 from treadle.kvcache import AllocStatus, BlockPairs
 from treadle.scheduler import eviction, guards, lifecycle
-from treadle.scheduler.batch import BoolArray
+from treadle.scheduler.batch import BoolArray, rows_of
 from treadle.scheduler.beams import num_candidates
 from treadle.scheduler.plan import NO_MOVES, NO_NEW_BLOCKS, NO_NUMBERS, BlockMoves, NewBlocks, StepPlan, ones
 from treadle.scheduler.policies.base import Cut
@@ -56,7 +56,7 @@ class Phases:
         self.parts: list[Part] = []
         self.decode_rows: IntArray = NO_NUMBERS
         self.preempted: list[Preemption] = []
-        self._num_drafts: IntArray | None = None  # of each of decode_rows, if one has any
+        self._num_drafts: dict[int, int] = {}  # of the decode rows that have any, in their order
         self._beams: IntArray = NO_NUMBERS
         self._swapped_in: list[str] = []
         self._ignored: list[str] = []
@@ -99,17 +99,20 @@ class Phases:
         num_decodes = len(rows)
         candidates = None
         if parts or len(self._beams):
-            rows = np.array([part.seq.row for part in parts], dtype=np.int32)
-            rows = np.concatenate([rows, self.decode_rows, self._beams])
+            rows = np.concatenate([rows_of(part.seq for part in parts), self.decode_rows, self._beams])
         starts = batch.num_computed_tokens.take(rows)
         counts = samples = ones(len(rows))
         if parts:
             counts, samples = counts.copy(), samples.copy()
             counts[: len(parts)] = [part.count for part in parts]
             samples[: len(parts)] = [part.num_samples for part in parts]
-        if self._num_drafts is not None:
+        drafts = NO_NUMBERS
+        if self._num_drafts:
             counts = counts.copy()
-            counts[len(parts) : len(parts) + num_decodes] += self._num_drafts
+            counts[len(parts) : len(parts) + num_decodes] += [
+                self._num_drafts.get(row, 0) for row in self.decode_rows.tolist()
+            ]
+            drafts = np.concatenate([batch.drafts[row][:count] for row, count in self._num_drafts.items()])
         if batch.has_beams:
             samples, candidates = samples.copy(), np.zeros(len(rows), dtype=np.int32)
             samples[len(parts) + num_decodes :] = 0
@@ -134,7 +137,7 @@ class Phases:
             num_prefills=len(parts),
             num_decodes=num_decodes,
             candidates=candidates,
-            drafts=NO_NUMBERS if self._num_drafts is None else self._drafts(),
+            drafts=drafts,
             new_rows=new_rows,
             freed_rows=freed_rows,
             new_blocks=new_blocks,
@@ -156,13 +159,6 @@ class Phases:
             num_running=len(state.batch),
             num_used_blocks=state.kv.pool.num_blocks - state.kv.num_available_blocks,
         )
-
-    def _drafts(self) -> IntArray:
-        """The drafts that the step checks, one decode's after the other's."""
-        assert self._num_drafts is not None
-        drafts, some = self._state.batch.drafts, np.flatnonzero(self._num_drafts)
-        kept = [drafts[int(self.decode_rows[i])][: self._num_drafts[i]] for i in some.tolist()]
-        return np.concatenate(kept).astype(np.int32)
 
     @staticmethod
     def _num_candidates(seq: Sequence) -> int:
@@ -262,14 +258,20 @@ class Phases:
             needy: int32 [m], those of them that lack blocks or see a shared tail.
             missing: int32 [m], blocks that each of `needy` lacks.
         """
+        kv = self._state.kv
         while len(needy):
             if self._state.batch.num_groups:
                 needy, missing = self._grow_slice_or_group(rows, needy, missing)
             else:
                 needy, missing = self._grow_slice(needy, missing)
+            is_left = kv.num_blocks[needy] > 0  # those that were preempted or given up hold no blocks
+            needy, missing = needy[is_left], missing[is_left]
 
     def _grow_slice(self, needy: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
-        """Blocks for as many of `needy` as there are blocks for, and room for the next; returns who is left."""
+        """Blocks for as many of `needy` as there are blocks for, and room for the next; returns those without blocks.
+
+        Those that lost theirs may be among them.
+        """
         kv = self._state.kv
         fits = int(missing.cumsum().searchsorted(kv.num_available_blocks, side="right"))
         if fits:
@@ -277,33 +279,26 @@ class Phases:
         needy, missing = needy[fits:], missing[fits:]
         if len(needy):
             self._make_room_for(self._state.batch.sequences[needy[0]].request, int(missing[0]))
-        return self._still_running(needy, missing)
+        return needy, missing
 
     def _grow_slice_or_group(self, rows: IntArray, needy: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
         batch, kv = self._state.batch, self._state.kv
         is_group = batch.is_group[needy]
         end = int(is_group.argmax()) if is_group.any() else len(needy)
         if end:
-            left = self._grow_slice(needy[:end], missing[:end])
-            needy = np.concatenate([left[0], needy[end:]])
-            missing = np.concatenate([left[1], missing[end:]])
-            return self._still_running(needy, missing)
+            left, left_missing = self._grow_slice(needy[:end], missing[:end])
+            return np.concatenate([left, needy[end:]]), np.concatenate([left_missing, missing[end:]])
         request: Request = batch.sequences[needy[0]].request
         sequences = [seq for seq in batch.sequences[rows[kv.num_blocks[rows] > 0]] if seq.request is request]
         if self._make_room_for(request, self._num_blocks_needed(sequences)):
             self._grow(request, sequences)
         is_other = [seq is None or seq.request is not request for seq in batch.sequences[needy]]
         is_left = np.array(is_other, dtype=np.bool_)
-        return self._still_running(needy[is_left], missing[is_left])
-
-    def _still_running(self, rows: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
-        """Without those that were preempted or given up: they hold no blocks."""
-        is_left = self._state.kv.num_blocks[rows] > 0
-        return rows[is_left], missing[is_left]
+        return needy[is_left], missing[is_left]
 
     def _num_blocks_needed(self, sequences: list[Sequence]) -> int:
         kv, batch = self._state.kv, self._state.batch
-        rows = np.array([seq.row for seq in sequences], dtype=np.int32)
+        rows = rows_of(sequences)
         missing = kv.missing_blocks(rows, batch.num_tokens[rows]).sum()
         return int(missing) + kv.num_copies_needed(rows, batch.num_computed_tokens[rows])
 
@@ -332,7 +327,7 @@ class Phases:
     def _grow(self, request: Request, sequences: list[Sequence]) -> None:
         """Take the blocks that sequences of one request need to decode; the caller has seen to it."""
         kv, batch = self._state.kv, self._state.batch
-        rows = np.array([seq.row for seq in sequences], dtype=np.int32)
+        rows = rows_of(sequences)
         missing = kv.missing_blocks(rows, batch.num_tokens[rows])
         if missing.any():
             kv.append(rows[missing > 0], missing[missing > 0])
@@ -350,19 +345,15 @@ class Phases:
             rows = rows[~is_beam]
         self.decode_rows = np.concatenate([self.decode_rows, rows]) if len(self.decode_rows) else rows
         if batch.drafts:
-            self._take_drafts()
+            self._take_drafts(rows)
 
-    def _take_drafts(self) -> None:
-        """Let the decodes check the tokens that the runner proposes, as far as budget and free blocks go.
+    def _take_drafts(self, rows: IntArray) -> None:
+        """Let decodes check the tokens that the runner proposes, as far as budget and free blocks go.
 
         A draft that finds no room is dropped: none preempts anybody, or ends a sequence early.
         """
         batch, kv, most = self._state.batch, self._state.kv, self._state.config.num_lookahead_slots
-        taken = 0 if self._num_drafts is None else len(self._num_drafts)
-        num_drafts = np.zeros(len(self.decode_rows), dtype=np.int32)
-        if self._num_drafts is not None:
-            num_drafts[:taken] = self._num_drafts
-        for i, row in enumerate(self.decode_rows[taken:].tolist(), start=taken):
+        for i, row in enumerate(rows.tolist()):
             draft = batch.drafts.get(row)
             if draft is None:
                 continue
@@ -370,15 +361,15 @@ class Phases:
             # The last token that a sequence may have needs no KV.
             room = int(batch.token_limits[row]) - num_tokens - 1
             count = min(len(draft), most, room, self.remaining_tokens)
-            one = self.decode_rows[i : i + 1]
+            one = rows[i : i + 1]
             missing = kv.missing_blocks(one, batch.num_tokens[one] + count)
             if missing[0] > kv.num_available_blocks:
                 count = int(kv.num_tokens_covered[row]) - num_tokens
             elif missing[0]:
                 kv.append(one, missing)
-            num_drafts[i] = max(0, min(count, len(draft)))
-            self.remaining_tokens -= int(num_drafts[i])
-        self._num_drafts = num_drafts if num_drafts.any() else None
+            if count > 0:
+                self._num_drafts[row] = count
+                self.remaining_tokens -= count
 
     # Preemption
 
@@ -560,8 +551,7 @@ class Phases:
         ready = [seq for seq in sequences if not batch.is_prefilling[seq.row]]
         if ready and not (request.sampling_params.use_beam_search and len(ready) < len(sequences)):
             self._grow(request, ready)
-            rows = np.array([seq.row for seq in ready], dtype=np.int32)
-            self._add_decodes(rows)
+            self._add_decodes(rows_of(ready))
         self._compute_admitted(sequences, Cut.ANY)
         return None
 

@@ -1,25 +1,16 @@
 """Takes a step's result into the requests: tokens are appended, sequences fork and end, beams are replaced."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from treadle.core.request import FinishReason, IntArray, Request, Sequence, TimeArray
 from treadle.scheduler import beam_step, lifecycle
+from treadle.scheduler.batch import rows_of
 from treadle.scheduler.plan import StepPlan, StepResult, TokenLogprobs
 from treadle.scheduler.report import StepOutputs
 from treadle.scheduler.state import SchedulerState
 
 ObjectArray = npt.NDArray[np.object_]
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What StepOutputs tells of the known tokens that were computed."""
-
-    num_prompt_tokens: int = 0
-    num_recomputed_tokens: int = 0
 
 
 def take_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> StepOutputs:
@@ -33,18 +24,17 @@ def take_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> St
     batch = state.batch
     planned: ObjectArray = batch.sequences.take(plan.rows)
     awaiting_first: list[Request] = []
-    beam_gaps: TimeArray = np.empty(0)
+    num_recomputed = 0
     if plan.num_prefills or plan.candidates is not None:
         awaiting_first = _awaiting_first_token(plan, planned)
-    counts = _Counts()
     rows, sequences = plan.decode_rows, planned
     if plan.num_prefills:
-        targets = _take_prefills(state, plan, planned, counts)
-        rows = np.concatenate([np.array([seq.row for seq in targets], dtype=np.int32), rows])
+        targets, num_recomputed = _take_prefills(state, plan, planned)
+        rows = np.concatenate([rows_of(targets), rows])
         sequences = _objects([*targets, *planned[plan.num_prefills : plan.num_prefills + plan.num_decodes]])
     elif plan.candidates is not None:
         sequences = planned[: plan.num_decodes]
-    token_ids, logprobs, gaps = result.token_ids, result.logprobs, beam_gaps
+    token_ids, logprobs, gaps = result.token_ids, result.logprobs, np.empty(0)
     if len(rows):
         now = state.clock.now()
         for request in awaiting_first:
@@ -75,8 +65,8 @@ def take_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> St
             (planned[i].request, int(plan.starts[i]) + 1, entries) for i, entries in result.prompt_logprobs.items()
         ),
         num_generated_tokens=num_generated,
-        num_prompt_tokens=counts.num_prompt_tokens,
-        num_recomputed_tokens=counts.num_recomputed_tokens,
+        num_prompt_tokens=plan.num_prompt_tokens - num_recomputed,
+        num_recomputed_tokens=num_recomputed,
         num_cached_tokens=state.num_cached_tokens,
         token_gaps=gaps,
         first_token_waits=tuple(wait for wait in waits if wait is not None),
@@ -96,21 +86,24 @@ def _awaiting_first_token(plan: StepPlan, planned: ObjectArray) -> list[Request]
     return [request for request in requests if request.metrics.first_token_time is None]
 
 
-def _take_prefills(state: SchedulerState, plan: StepPlan, planned: ObjectArray, counts: _Counts) -> list[Sequence]:
-    """Known tokens are computed, and prompts fork; returns the sequences that get a token, in the result's order."""
+def _take_prefills(state: SchedulerState, plan: StepPlan, planned: ObjectArray) -> tuple[list[Sequence], int]:
+    """Known tokens are computed, and prompts fork.
+
+    Returns:
+        The sequences that get a token, in the result's order; and how many known tokens were computed again.
+    """
     targets: list[Sequence] = []
+    num_recomputed = 0
     for i in range(plan.num_prefills):
         seq: Sequence = planned[i]
         start, count, num_samples = int(plan.starts[i]), int(plan.counts[i]), int(plan.samples[i])
-        again = min(max(seq.num_ever_computed_tokens - start, 0), count)
-        counts.num_recomputed_tokens += again
-        counts.num_prompt_tokens += count - again
+        num_recomputed += min(max(seq.num_ever_computed_tokens - start, 0), count)
         lifecycle.computed(state, seq, start + count)
         if num_samples == 1:
             targets.append(seq)
         elif num_samples:
             targets += lifecycle.fork(state, seq.request, num_samples)
-    return targets
+    return targets, num_recomputed
 
 
 def _append(state: SchedulerState, rows: IntArray, token_ids: IntArray, sequences: ObjectArray, now: float) -> None:

@@ -52,7 +52,6 @@ class StepFeed:
         self._describer = StepDescriber(scheduler, clock)
         self._followers: set[_Follower] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._finished: list[Request] = []
 
     @property
     def wants_details(self) -> bool:
@@ -62,12 +61,10 @@ class StepFeed:
     def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
         """Hand the step's record to the event loop (in the engine's thread)."""
         if not self._followers or self._loop is None:
-            self._finished = []
             return
-        self._finished += finished
-        if report is not None and report.details is not None:
-            self._loop.call_soon_threadsafe(self._publish, self._describer.describe(report, self._finished))
-            self._finished = []
+        record = self._describer.describe(report, finished)
+        if record is not None:
+            self._loop.call_soon_threadsafe(self._publish, record)
 
     def _publish(self, record: StepRecord) -> None:
         for follower in tuple(self._followers):

@@ -45,7 +45,6 @@ class StepRecorder:
         # An engine has no end of its own: the file is finished with the recorder, or with the program.
         self.close = weakref.finalize(self, self._file.close)
         self._describer = StepDescriber(scheduler, clock)
-        self._finished: list[Request] = []
         kv = scheduler.kv
         self._write(
             {
@@ -59,10 +58,9 @@ class StepRecorder:
 
     def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
         """Write a line for the step; what ended before it is told with it."""
-        self._finished += finished
-        if report is not None:
-            self._write(self._describer.describe(report, self._finished))
-            self._finished = []
+        record = self._describer.describe(report, finished)
+        if record is not None:
+            self._write(record)
 
     def _write(self, record: StepRecord) -> None:
         self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")

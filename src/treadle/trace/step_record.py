@@ -39,16 +39,26 @@ class StepDescriber:
     def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
         self._scheduler = scheduler
         self._clock = clock
+        self._finished: list[Request] = []
         self.blocks = BlockMap(scheduler.kv.pool.num_blocks)
 
     def catch_up(self) -> None:
         """Forget what earlier records have told: the next one starts from the blocks as they are now."""
+        self._finished = []
         self.blocks.changes(self._scheduler.block_holders())
 
-    def describe(self, report: StepReport, finished: Iterable[Request]) -> StepRecord:
-        """The record of a step that has run."""
-        assert report.details is not None
-        record = describe_step(report, finished)
+    def describe(self, report: StepReport | None, finished: Iterable[Request]) -> StepRecord | None:
+        """The record of a step that has run; what has ended without a step is told with the next one.
+
+        Args:
+            report: None, or one without details, makes no record.
+            finished: requests that ended since the call before.
+        """
+        self._finished += finished
+        if report is None or report.details is None:
+            return None
+        record = describe_step(report, self._finished)
+        self._finished = []
         record["block_changes"] = self.blocks.changes(report.details.holders)
         record["duration"] = self._clock.now() - report.time
         return record

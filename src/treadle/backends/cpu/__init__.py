@@ -37,7 +37,7 @@ def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
         if by_name:
             raise ConfigError("cpu_kernels", f"{settings.cpu_kernels} {reason}; leave it at auto")
         return reason
-    build = settings.cpu_kernels if by_name else best_build()
+    build = _build(settings)
     if build is None:
         logger.warning("no native CPU kernels for this processor (they need AVX2): computing with plain torch")
         return "this processor lacks AVX2"
@@ -55,6 +55,11 @@ def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
         raise ConfigError("cpu_kernels", f"{build} cannot be used: {reason}")
     logger.warning("no native CPU kernels, computing with plain torch: %s", reason)
     return reason
+
+
+def _build(settings: BackendSettings) -> str | None:
+    """The build that was asked for by name, or the best that this processor runs."""
+    return best_build() if settings.cpu_kernels == "auto" else settings.cpu_kernels
 
 
 def _why_settings_exclude(settings: BackendSettings) -> str | None:
@@ -79,7 +84,7 @@ def open(
         settings: to which `why_not` had no objection.
         on_progress: called with a number from 0 to 1 while weights are read.
     """
-    build = settings.cpu_kernels if settings.cpu_kernels != "auto" else best_build()
+    build = _build(settings)
     assert build is not None
     model = NativeModel(
         spec,

@@ -9,7 +9,7 @@ from treadle.backends.cpu.library import kv_cache_struct
 from treadle.backends.cpu.model import NativeModel
 from treadle.backends.cpu.sampling import NativeSampling
 from treadle.backends.inputs import IntArray, StepInputs
-from treadle.backends.protocol import SamplingKernels, StepLogits
+from treadle.backends.protocol import SamplingKernels, StepLogits, describe_numbers
 from treadle.scheduler.plan import BlockMoves
 
 NO_LOGITS = torch.empty(0, 0)
@@ -53,7 +53,6 @@ class CPUBackend:
         self.block_bytes = model.library.kv_block_bytes(self._struct)
         self._vocab_size = spec.vocab_size
         self._logits = np.empty((0, self._vocab_size), dtype=np.float32)
-        self.allocate(0, 0)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Take the memory of the two tiers of KV blocks."""
@@ -63,8 +62,7 @@ class CPUBackend:
         self._engine = self._model.engine(self._struct)
 
     def __str__(self) -> str:
-        weights, kv = ("int8" if is_int8 else "bfloat16" for is_int8 in (self._model.int8, self._int8_kv))
-        numbers = weights if weights == kv else f"{weights} with {kv} KV"
+        numbers = describe_numbers("bfloat16", int8_weights=self._model.int8, int8_kv=self._int8_kv)
         return f"{numbers} on {self.num_threads} threads with {self._model.library.build} kernels"
 
     def move_blocks(self, moves: BlockMoves) -> None:

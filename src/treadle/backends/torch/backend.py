@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from treadle.backends.inputs import IntArray, StepInputs
-from treadle.backends.protocol import SamplingKernels, StepLogits
+from treadle.backends.protocol import SamplingKernels, StepLogits, describe_numbers
 from treadle.backends.torch import reference as kernels
 from treadle.backends.torch.batch_inputs import BatchInputs, make_batch_inputs
 from treadle.backends.torch.kv_storage import KVStorage
@@ -34,7 +34,6 @@ class TorchBackend:
         self._model = model
         self._int8_kv = int8_kv
         self._hidden = torch.empty(0)
-        self.allocate(0, 0)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Take the memory of the two tiers of KV blocks."""
@@ -49,8 +48,7 @@ class TorchBackend:
 
     def __str__(self) -> str:
         name = str(self._model.dtype).removeprefix("torch.")
-        weights, kv = ("int8" if is_int8 else name for is_int8 in (self._model.int8, self._int8_kv))
-        numbers = weights if weights == kv else f"{weights} with {kv} KV"
+        numbers = describe_numbers(name, int8_weights=self._model.int8, int8_kv=self._int8_kv)
         return f"{numbers} on {self.device.type} with torch"
 
     @torch.inference_mode()
