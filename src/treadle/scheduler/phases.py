@@ -250,50 +250,44 @@ class Phases:
     def _grow_in_rank_order(self, rows: IntArray, needy: IntArray, missing: IntArray) -> None:
         """Give `missing` blocks to those of the decoding `rows` that need some, preempting where they run out.
 
-        Requests with one sequence get theirs in one slice, as far as the blocks last; then one is preempted, and the
-        next slice follows. Those with several sequences are looked at one by one.
+        Requests with one sequence get theirs in one slice; those with several are looked at one by one.
 
         Args:
             rows: int32 [n], all that decode, in rank order.
             needy: int32 [m], those of them that lack blocks or see a shared tail.
             missing: int32 [m], blocks that each of `needy` lacks.
         """
-        kv = self._state.kv
-        while len(needy):
-            if self._state.batch.num_groups:
-                needy, missing = self._grow_slice_or_group(rows, needy, missing)
-            else:
-                needy, missing = self._grow_slice(needy, missing)
-            is_left = kv.num_blocks[needy] > 0  # those that were preempted or given up hold no blocks
-            needy, missing = needy[is_left], missing[is_left]
-
-    def _grow_slice(self, needy: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
-        """Blocks for as many of `needy` as there are blocks for, and room for the next; returns those without blocks.
-
-        Those that lost theirs may be among them.
-        """
-        kv = self._state.kv
-        fits = int(missing.cumsum().searchsorted(kv.num_available_blocks, side="right"))
-        if fits:
-            kv.append(needy[:fits], missing[:fits])
-        needy, missing = needy[fits:], missing[fits:]
-        if len(needy):
-            self._make_room_for(self._state.batch.sequences[needy[0]].request, int(missing[0]))
-        return needy, missing
-
-    def _grow_slice_or_group(self, rows: IntArray, needy: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
         batch, kv = self._state.batch, self._state.kv
-        is_group = batch.is_group[needy]
-        end = int(is_group.argmax()) if is_group.any() else len(needy)
-        if end:
-            left, left_missing = self._grow_slice(needy[:end], missing[:end])
-            return np.concatenate([left, needy[end:]]), np.concatenate([left_missing, missing[end:]])
-        request: Request = batch.sequences[needy[0]].request
-        sequences = [seq for seq in batch.sequences[rows[kv.num_blocks[rows] > 0]] if seq.request is request]
-        if self._make_room_for(request, self._num_blocks_needed(sequences)):
-            self._grow(request, sequences)
-        is_other = [seq is None or seq.request is not request for seq in batch.sequences[needy]]
-        is_left = np.array(is_other, dtype=np.bool_)
+        while batch.num_groups and len(needy):
+            is_group = batch.is_group[needy]
+            end = int(is_group.argmax()) if is_group.any() else len(needy)
+            self._grow_slice(needy[:end], missing[:end])
+            needy, missing = self._with_blocks(needy[end:], missing[end:])
+            if len(needy):
+                request: Request = batch.sequences[needy[0]].request
+                sequences = [seq for seq in batch.sequences[rows[kv.num_blocks[rows] > 0]] if seq.request is request]
+                if self._make_room_for(request, self._num_blocks_needed(sequences)):
+                    self._grow(request, sequences)
+                is_other = [seq is None or seq.request is not request for seq in batch.sequences[needy]]
+                is_left = np.array(is_other, dtype=np.bool_)
+                needy, missing = self._with_blocks(needy[is_left], missing[is_left])
+        self._grow_slice(needy, missing)
+
+    def _grow_slice(self, needy: IntArray, missing: IntArray) -> None:
+        """Give blocks to requests with one sequence each, in one slice, after preempting as many as that takes."""
+        batch, kv = self._state.batch, self._state.kv
+        while len(needy):
+            totals = missing.cumsum()
+            num_fitting = int(totals.searchsorted(kv.num_available_blocks, side="right"))
+            if num_fitting == len(needy):
+                kv.append(needy, missing)
+                return
+            self._make_room_for(batch.sequences[needy[num_fitting]].request, int(totals[num_fitting]))
+            needy, missing = self._with_blocks(needy, missing)
+
+    def _with_blocks(self, needy: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
+        """Without those that have been preempted or given up: they hold no blocks."""
+        is_left = self._state.kv.num_blocks[needy] > 0
         return needy[is_left], missing[is_left]
 
     def _num_blocks_needed(self, sequences: list[Sequence]) -> int:
