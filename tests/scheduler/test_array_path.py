@@ -7,12 +7,12 @@ from hypothesis import given
 
 from support.examples import examples
 from treadle.scheduler import guards
-from treadle.scheduler.phases import Phases
+from treadle.scheduler.decodes import Decodes
 from treadle.testing.toy import ToyEngine
 
 
 def decodes_one_by_one(self):
-    """`Phases.decodes` as a plain loop over requests in rank order."""
+    """`Decodes.run` as a plain loop over requests in rank order."""
     batch = self._state.batch
     rows_of = {}
     for seq in batch.sequences[batch.decoding_rows()]:
@@ -22,10 +22,10 @@ def decodes_one_by_one(self):
             continue  # preempted by a request before it
         num_blocks = self._num_blocks_needed(sequences)
         if num_blocks and self._make_room_for(request, num_blocks):
-            self._grow(request, sequences)
+            self._draft.grow(request, sequences)
     decoding = [seq for sequences in rows_of.values() for seq in sequences if seq.row is not None]
     rows = batch.rows
-    self._add_decodes(rows[np.isin(rows, [seq.row for seq in decoding])])
+    self._draft.add_decodes(rows[np.isin(rows, [seq.row for seq in decoding])])
 
 
 class WithoutShortcuts:
@@ -37,7 +37,7 @@ class WithoutShortcuts:
     def __enter__(self):
         self.context = self.monkeypatch.context()
         patch = self.context.__enter__()
-        patch.setattr(Phases, "decodes", decodes_one_by_one)
+        patch.setattr(Decodes, "run", decodes_one_by_one)
         patch.setattr(guards, "is_still_refused", lambda state, request: False)
 
     def __exit__(self, *args):

@@ -6,8 +6,8 @@ from hypothesis import given
 
 from support.examples import examples
 from treadle.scheduler import WaitReason
+from treadle.scheduler.decodes import Decodes
 from treadle.scheduler.eviction import fewest
-from treadle.scheduler.phases import Phases
 from treadle.testing.toy import ToyEngine, toy_continuation
 
 B = 4
@@ -91,14 +91,14 @@ class Growing:
     """Watches every attempt to grow: who falls, and what is there afterwards."""
 
     def __init__(self, monkeypatch):
-        make_room_for = Phases._make_room_for
+        make_room_for = Decodes._make_room_for
 
-        def watched(phases, request, num_blocks):
-            kv = phases._state.kv
-            victims_before, missing = len(phases.preempted), num_blocks - kv.num_available_blocks
-            freed = {r.request_id: len(kv.freed_by(rows(r))) for r in phases._state.batch.running_requests()}
-            has_room = make_room_for(phases, request, num_blocks)
-            victims = [p.request_id for p in phases.preempted[victims_before:]]
+        def watched(decodes, request, num_blocks):
+            kv = decodes._state.kv
+            victims_before, missing = len(decodes._draft.preempted), num_blocks - kv.num_available_blocks
+            freed = {r.request_id: len(kv.freed_by(rows(r))) for r in decodes._state.batch.running_requests()}
+            has_room = make_room_for(decodes, request, num_blocks)
+            victims = [p.request_id for p in decodes._draft.preempted[victims_before:]]
             assert kv.num_available_blocks >= num_blocks or not has_room
             if has_room:
                 assert request.request_id not in victims
@@ -109,7 +109,7 @@ class Growing:
             assert missing > 0 or not victims
             return has_room
 
-        monkeypatch.setattr(Phases, "_make_room_for", watched)
+        monkeypatch.setattr(Decodes, "_make_room_for", watched)
 
 
 def rows(request):

@@ -1,8 +1,8 @@
 """The scheduler: three verbs (add, schedule, update) over three queues: waiting, running, swapped.
 
 It knows requests, rows and block ids. It knows no tensors, no text and no threads. What moves a request from
-queue to queue is in lifecycle.py, what a step may do in phases.py, what it does in policies/, and what its result
-changes in results.py.
+queue to queue is in lifecycle.py, what a step may do in phases.py, which of it a step does in policies/, and what
+its result changes in results.py.
 """
 
 import operator
@@ -218,8 +218,8 @@ class Scheduler:
         phases = Phases(state)
         phases.displacement()
         self._run_phases(phases, before)
-        plan = phases.plan()
-        report = phases.report(plan)
+        plan = phases.draft.plan()
+        report = phases.draft.report(plan)
         if self.wants_details:
             report = replace(report, details=describe_step(state, plan, self._arrived))
         self._arrived.clear()

@@ -1,0 +1,274 @@
+"""A step in the making: what is in it so far, and what became of whom on the way."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle.core.request import FinishReason, IntArray, Request, Sequence
+from treadle.kvcache import BlockPairs
+from treadle.scheduler import lifecycle
+from treadle.scheduler.batch import BoolArray, rows_of
+from treadle.scheduler.beams import num_candidates
+from treadle.scheduler.plan import NO_MOVES, NO_NEW_BLOCKS, NO_NUMBERS, BlockMoves, NewBlocks, StepPlan, ones
+from treadle.scheduler.report import Preemption, PreemptionMode, Refusal, StepReport, WaitReason
+from treadle.scheduler.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Known tokens of a sequence that the step computes: a prompt, or a part of one.
+
+    Attributes:
+        seq: whose.
+        start, count: position of the first token, and how many.
+        num_samples: tokens to sample after the last one: 0 while more is to be computed, several at a fork.
+        num_candidates: most likely next tokens to report (beam search).
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+    num_samples: int
+    num_candidates: int
+
+
+class StepDraft:
+    """What the phases have put into a step so far.
+
+    Attributes:
+        state: queues, rows and blocks.
+        remaining_tokens: what is left of the token budget.
+        parts: prompts and parts of prompts.
+        decode_rows: int32 [n], plain decodes.
+        preempted: requests that have lost their blocks in this step.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+        self.remaining_tokens = state.config.max_num_batched_tokens
+        self.parts: list[Part] = []
+        self.decode_rows: IntArray = NO_NUMBERS
+        self.preempted: list[Preemption] = []
+        self._num_drafts: dict[int, int] = {}  # of the decode rows that have any, in their order
+        self._beams: IntArray = NO_NUMBERS
+        self._swapped_in: list[str] = []
+        self._ignored: list[str] = []
+        self._refusals: dict[str, Refusal] = {}  # of each request the last one
+        self._swap_outs: BlockPairs = []
+        self._swap_ins: BlockPairs = []
+        self._copies: dict[Request, BlockPairs] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in the step so far."""
+        return not self.parts and not len(self.decode_rows) and not len(self._beams)
+
+    def rows_in_step(self) -> BoolArray:
+        """Which rows are in the step: bool [rows]."""
+        is_in_step: BoolArray = np.zeros(self.state.config.max_num_seqs, dtype=np.bool_)
+        is_in_step[self.decode_rows] = True
+        is_in_step[self._beams] = True
+        for part in self.parts:
+            is_in_step[part.seq.row] = True
+        return is_in_step
+
+    # Prompts
+
+    def add_prompt(self, seq: Sequence, limit: int) -> None:
+        """Compute the next of a sequence's known tokens, at most `limit`."""
+        request = seq.request
+        params = request.sampling_params
+        assert seq.row is not None
+        start = seq.num_computed_tokens
+        count = min(seq.num_tokens_to_prefill - start, limit)
+        is_last = start + count == seq.num_tokens
+        samples = candidates = 0
+        if is_last and params.use_beam_search:
+            candidates = self._num_candidates(seq)
+        elif is_last:
+            samples = 1 if request.is_forked else params.n
+        self.parts.append(Part(seq, start, count, samples, candidates))
+        self.remaining_tokens -= count
+
+    def take_back(self, seq: Sequence) -> None:
+        """Take the part of a prompt out again, if it is in the step, so that a larger one can take its place."""
+        for place, part in enumerate(self.parts):
+            if part.seq is seq:
+                self.remaining_tokens += self.parts.pop(place).count
+                return
+
+    # Decodes
+
+    def add_decodes(self, rows: IntArray) -> None:
+        """Let `rows` decode, int32 [n], with as many drafts as there is room for; they have their blocks."""
+        batch = self.state.batch
+        self.remaining_tokens -= len(rows)
+        if batch.has_beams:
+            is_beam = batch.is_beam[rows]
+            self._beams = np.concatenate([self._beams, rows[is_beam]])
+            rows = rows[~is_beam]
+        self.decode_rows = np.concatenate([self.decode_rows, rows]) if len(self.decode_rows) else rows
+        if batch.drafts:
+            self._take_drafts(rows)
+
+    def _take_drafts(self, rows: IntArray) -> None:
+        """Let decodes check the tokens that the runner proposes, as far as budget and free blocks go.
+
+        A draft that finds no room is dropped: none preempts anybody, or ends a sequence early.
+        """
+        batch, kv, most = self.state.batch, self.state.kv, self.state.config.num_lookahead_slots
+        for i, row in enumerate(rows.tolist()):
+            draft = batch.drafts.get(row)
+            if draft is None:
+                continue
+            num_tokens = int(batch.num_tokens[row])
+            # The last token that a sequence may have needs no KV.
+            room = int(batch.token_limits[row]) - num_tokens - 1
+            count = min(len(draft), most, room, self.remaining_tokens)
+            one = rows[i : i + 1]
+            missing = kv.missing_blocks(one, batch.num_tokens[one] + count)
+            if missing[0] > kv.num_available_blocks:
+                count = int(kv.num_tokens_covered[row]) - num_tokens
+            elif missing[0]:
+                kv.append(one, missing)
+            if count > 0:
+                self._num_drafts[row] = count
+                self.remaining_tokens -= count
+
+    def grow(self, request: Request, sequences: list[Sequence]) -> None:
+        """Take the blocks that sequences of one request need to decode; the caller has seen to it."""
+        kv, batch = self.state.kv, self.state.batch
+        rows = rows_of(sequences)
+        missing = kv.missing_blocks(rows, batch.num_tokens[rows])
+        if missing.any():
+            kv.append(rows[missing > 0], missing[missing > 0])
+        if request.sampling_params.n > 1:
+            pairs = [pair for seq in sequences for pair in kv.copy_shared_tail(seq, seq.num_computed_tokens)]
+            if pairs:
+                self._copies[request] = pairs
+
+    # What becomes of requests
+
+    def refuse(self, request: Request, reason: WaitReason) -> None:
+        """Note why a request does not run in this step."""
+        self._refusals[request.request_id] = Refusal(request.request_id, reason)
+
+    def accept(self, request: Request) -> None:
+        """The request runs after all."""
+        self._refusals.pop(request.request_id, None)
+
+    def swap_in(self, request: Request) -> None:
+        """From swapped to running; the caller has checked that there is room."""
+        self._swap_ins += lifecycle.swap_in(self.state, request)
+        self._swapped_in.append(request.request_id)
+        self.accept(request)
+
+    def preempt(self, request: Request, for_request: Request) -> None:
+        """Take row and blocks from a running request, to make room for another one or because it finds none."""
+        state = self.state
+        mode = self._preemption_mode(request)
+        self._swap_outs += lifecycle.preempt(state, request, mode, for_request)
+        self._copies.pop(request, None)
+        self.preempted.append(Preemption(request.request_id, for_request.request_id, mode))
+
+    def _preemption_mode(self, request: Request) -> PreemptionMode:
+        """One seat is computed again, several are swapped, unless the caller forces either or there is no room."""
+        wanted = self.state.config.preemption_mode
+        if wanted == "recompute" or (wanted == "auto" and request.num_seats == 1):
+            return PreemptionMode.RECOMPUTE
+        if self._swap_ins or not self.state.kv.can_swap_out(request):
+            return PreemptionMode.RECOMPUTE
+        return PreemptionMode.SWAP
+
+    def give_up(self, request: Request) -> None:
+        """The request cannot go on even alone: it ends with an error and what it has so far."""
+        pool = self.state.kv.pool
+        lifecycle.end_request(
+            self.state,
+            request,
+            FinishReason.ERROR,
+            error=f"its {len(request.live_sequences)} sequences need more than the {pool.num_blocks} KV blocks "
+            f"that there are; raise num_kv_blocks or kv_cache_memory, or lower n",
+        )
+        self._ignored.append(request.request_id)
+
+    # The end
+
+    def plan(self) -> StepPlan:
+        """Close the step."""
+        state, batch, kv, parts = self.state, self.state.batch, self.state.kv, self.parts
+        rows = self.decode_rows
+        num_decodes = len(rows)
+        candidates = None
+        if parts or len(self._beams):
+            rows = np.concatenate([rows_of(part.seq for part in parts), self.decode_rows, self._beams])
+        starts = batch.num_computed_tokens.take(rows)
+        counts = samples = ones(len(rows))
+        if parts:
+            counts, samples = counts.copy(), samples.copy()
+            counts[: len(parts)] = [part.count for part in parts]
+            samples[: len(parts)] = [part.num_samples for part in parts]
+        drafts = NO_NUMBERS
+        if self._num_drafts:
+            counts = counts.copy()
+            counts[len(parts) : len(parts) + num_decodes] += [
+                self._num_drafts.get(row, 0) for row in self.decode_rows.tolist()
+            ]
+            drafts = np.concatenate([batch.drafts[row][:count] for row, count in self._num_drafts.items()])
+        if batch.has_beams:
+            samples, candidates = samples.copy(), np.zeros(len(rows), dtype=np.int32)
+            samples[len(parts) + num_decodes :] = 0
+            candidates[: len(parts)] = [part.num_candidates for part in parts]
+            candidates[len(parts) + num_decodes :] = [
+                self._num_candidates(batch.sequences[row]) for row in self._beams
+            ]
+        new_rows, freed_rows = batch.take_news() if batch.has_news else ((), ())
+        new_blocks = NO_NEW_BLOCKS
+        if new_rows or kv.has_changes:
+            new_blocks = NewBlocks(*kv.take_changes([new.row for new in new_rows]))
+        moves = NO_MOVES
+        if self._swap_outs or self._swap_ins or self._copies:
+            copies = [pair for pairs in self._copies.values() for pair in pairs]
+            moves = BlockMoves(tuple(self._swap_outs), tuple(self._swap_ins), tuple(copies))
+        return StepPlan(
+            step=state.step,
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            num_prefills=len(parts),
+            num_decodes=num_decodes,
+            candidates=candidates,
+            drafts=drafts,
+            new_rows=new_rows,
+            freed_rows=freed_rows,
+            new_blocks=new_blocks,
+            moves=moves,
+        )
+
+    def report(self, plan: StepPlan) -> StepReport:
+        """What became of whom in planning the step."""
+        self._explain_first_waiting()
+        state = self.state
+        return StepReport(
+            plan=plan,
+            time=state.clock.now(),
+            preempted=tuple(self.preempted),
+            swapped_in=tuple(self._swapped_in),
+            ignored=tuple(self._ignored),
+            refusals=tuple(self._refusals.values()),
+            num_waiting=len(state.waiting),
+            num_running=len(state.batch),
+            num_used_blocks=state.kv.pool.num_blocks - state.kv.num_available_blocks,
+        )
+
+    @staticmethod
+    def _num_candidates(seq: Sequence) -> int:
+        return num_candidates(seq.request.sampling_params, len(seq.request.stop_token_ids))
+
+    def _explain_first_waiting(self) -> None:
+        for queue in (self.state.swapped, self.state.waiting):
+            first = queue.first()
+            if first is not None and first.request_id not in self._refusals:
+                reason = WaitReason.PREEMPTION if self.preempted else WaitReason.DECODE_STEP
+                self.refuse(first, reason)
