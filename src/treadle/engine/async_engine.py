@@ -80,7 +80,7 @@ class RequestStream:
                 await self._wake.wait()
         finally:
             if not self._is_finished:
-                self._engine.abort(self.request_id)
+                self._engine.abort(self)
 
     async def last(self) -> RequestOutput:
         """The last output: the whole answer of a request that does not stream."""
@@ -148,8 +148,8 @@ class AsyncEngine:
         try:
             await self.call(lambda: self._add(requests, outputs, stream))
         except asyncio.CancelledError:
-            for request in requests:
-                self.abort(request.request_id)
+            for output in outputs:
+                self.abort(output)
             raise
         return outputs
 
@@ -166,13 +166,17 @@ class AsyncEngine:
         for output in outputs:
             self._streams[output.request_id] = output
 
-    def abort(self, request_id: str) -> None:
-        """End a request early, soon. Unknown ids are ignored."""
-        self._submit(_Command(lambda: self._abort(request_id), Future()))
+    def abort(self, stream: RequestStream) -> None:
+        """End a stream's request early, before the next step; nothing happens if it has ended or was refused.
 
-    def _abort(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None:
-            self._engine.abort_request(request_id)
+        It takes a stream, not a name: another request may have the name by now.
+        """
+        self._submit(_Command(lambda: self._abort(stream), Future()))
+
+    def _abort(self, stream: RequestStream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            self._engine.abort_request(stream.request_id)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` between two steps, in the engine's thread; returns or raises what it does."""
@@ -186,9 +190,9 @@ class AsyncEngine:
         deadline = asyncio.get_running_loop().time() + grace_s
         while self._streams and self._error is None and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        for request_id, stream in list(self._streams.items()):
+        for stream in list(self._streams.values()):
             stream.fail(EngineError("the server is shutting down"))
-            self.abort(request_id)
+            self.abort(stream)
         with self._condition:
             self._is_stopping = True
             self._condition.notify()

@@ -230,5 +230,5 @@ def leave(state: SchedulerState, request: Request) -> None:
     request.status = RequestStatus.FINISHED
     request.metrics.finished_time = state.clock.now()
     del state.requests[request.request_id]
-    state.finished.append(request)
+    state.finished[request.request_id] = request
     state.policies.ended(request)

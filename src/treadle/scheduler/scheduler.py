@@ -143,7 +143,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise InvalidRequestError if `request` could never be added, Overloaded if not now."""
         config, waiting = self.config, self._state.waiting
-        if request.request_id in self._state.requests:
+        if request.request_id in self._state.requests or request.request_id in self._state.finished:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already in use")
         num_tokens = len(request.prompt_token_ids)
         check_prompt_length(num_tokens, config.max_model_len)
@@ -202,8 +202,8 @@ class Scheduler:
 
     def take_finished(self) -> list[Request]:
         """Hand out the requests that have ended since the last call, each once."""
-        finished, self._state.finished = self._state.finished, []
-        return finished
+        finished, self._state.finished = self._state.finished, {}
+        return list(finished.values())
 
     def schedule(self) -> StepPlan:
         """Plan the next step. The result must come back through `update` or `fail` before the next call."""

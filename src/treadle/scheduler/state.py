@@ -30,7 +30,7 @@ class SchedulerState:
         config, clock, kv, batch, policies: what the phases work with.
         waiting, swapped: queues in rank order; the running queue is the batch.
         requests: every unfinished request by name.
-        finished: ended and not handed out yet.
+        finished: requests that have ended and not been handed out yet, by name. Their names are still in use.
         beams: the searches of running, waiting or swapped requests that use beams.
         adapters: LoRA adapter → running requests that use it.
         num_cached_tokens: prompt tokens that the cache held, of requests admitted in the step that is planned.
@@ -48,7 +48,7 @@ class SchedulerState:
     waiting: RankedQueue = field(default_factory=RankedQueue)
     swapped: RankedQueue = field(default_factory=RankedQueue)
     requests: dict[str, Request] = field(default_factory=dict)
-    finished: list[Request] = field(default_factory=list)
+    finished: dict[str, Request] = field(default_factory=dict)
     beams: dict[Request, BeamSearch] = field(default_factory=dict)
     adapters: dict[int, int] = field(default_factory=dict)
     num_cached_tokens: int = 0

@@ -146,7 +146,7 @@ class Service:
             answers.cancel()
             await asyncio.gather(answers, return_exceptions=True)
             for stream in streams:
-                self.engine.abort(stream.request_id)
+                self.engine.abort(stream)
             raise
         outputs = await answers
         for output in outputs:

@@ -22,25 +22,25 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._requests: dict[str, _RequestState] = {}
+        self._requests: dict[Request, _RequestState] = {}
         # Streams with tokens not yet in an output: a dict rather than a set, for its order.
-        self._with_news: dict[str, _RequestState] = {}
+        self._with_news: dict[Request, _RequestState] = {}
 
     def add(self, request: Request, *, stream: bool) -> None:
         """Track `request`; with `stream`, every token produces an output with the new part."""
-        self._requests[request.request_id] = _RequestState(request, self._tokenizer, stream)
+        self._requests[request] = _RequestState(request, self._tokenizer, stream)
 
     def process(self, outputs: StepOutputs) -> list[tuple[Sequence, str]]:
         """Process a step's tokens; returns (sequence, stop string) for sequences that reached one."""
         for request, position, entries in outputs.prompt_logprobs:
-            self._requests[request.request_id].take_prompt_logprobs(position, entries)
+            self._requests[request].take_prompt_logprobs(position, entries)
         stopped = []
         for i, (seq, token_id) in enumerate(zip(outputs.sequences, outputs.token_ids.tolist(), strict=True)):
-            request_id = seq.request.request_id
-            state = self._requests[request_id]
+            request = seq.request
+            state = self._requests[request]
             if state.watched:
                 if state.stream:
-                    self._with_news[request_id] = state
+                    self._with_news[request] = state
                 completion = state.completion(seq)
                 completion.take_token(seq, token_id, outputs.logprobs.get(i))
                 if completion.stop_string is not None:
@@ -51,8 +51,8 @@ class OutputProcessor:
         """The outputs that are due: deltas of streaming requests, and final outputs of finished ones."""
         results = []
         for request in finished:
-            self._with_news.pop(request.request_id, None)
-            results.append(self._requests.pop(request.request_id).final_output())
+            self._with_news.pop(request, None)
+            results.append(self._requests.pop(request).final_output())
         with_news, self._with_news = self._with_news, {}
         return results + [state.delta() for state in with_news.values()]
 

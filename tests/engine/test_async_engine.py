@@ -1,0 +1,101 @@
+"""A stream belongs to its request, not to the request's name: names come back, and clients choose them."""
+
+import asyncio
+
+import pytest
+
+from support.tiny import make_model
+from treadle import SamplingParams
+from treadle.assembly.build import build_engine
+from treadle.assembly.engine_config import EngineConfig
+from treadle.core.errors import InvalidRequestError
+from treadle.engine.async_engine import AsyncEngine
+from treadle.text.input_processor import RequestOptions
+
+PATIENCE_S = 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model("tiny", folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(model):
+    """Runs `script(engine, add)` on an event loop; `add(*names, max_tokens=)` returns a stream for each name."""
+    built = build_engine(EngineConfig(model=model, num_kv_blocks=60, block_size=8, check_invariants=True))
+
+    def run(script):
+        async def body():
+            engine = AsyncEngine(built.engine)
+            engine.start()
+
+            async def add(*names, max_tokens=8):
+                count = len(names)
+                requests = built.input_processor.make_requests(
+                    list(names),
+                    [{"prompt_token_ids": [5, 6, 7]}] * count,
+                    [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * count,
+                    [RequestOptions()] * count,
+                    arrival_time=0.0,
+                )
+                return await engine.add(requests, stream=True)
+
+            try:
+                await asyncio.wait_for(script(engine, add), PATIENCE_S)
+            finally:
+                await engine.shut_down(0)
+
+        asyncio.run(body())
+        assert built.engine.scheduler.kv.num_available_blocks == 60
+
+    return run
+
+
+async def tokens(stream):
+    return [token for output in [o async for o in stream] for part in output.outputs for token in part.token_ids]
+
+
+def test_leaving_a_call_spares_a_later_request_with_the_name_of_an_ended_one(run):
+    async def script(engine, add):
+        (first,) = await add("a", max_tokens=3)
+        assert len(await tokens(first)) == 3
+        (second,) = await add("a", max_tokens=12)
+        engine.abort(first)  # its caller leaves only now
+        assert len(await tokens(second)) == 12
+
+    run(script)
+
+
+def test_a_refused_request_does_not_end_the_one_that_has_its_name(run):
+    async def script(engine, add):
+        (first,) = await add("a", max_tokens=12)
+        for _ in range(3):
+            with pytest.raises(InvalidRequestError, match="already in use"):
+                await add("a")
+            refused = asyncio.ensure_future(add("a"))
+            await asyncio.sleep(0)
+            refused.cancel()
+            with pytest.raises((asyncio.CancelledError, InvalidRequestError)):
+                await refused
+        assert len(await tokens(first)) == 12
+
+    run(script)
+
+
+def test_a_name_stays_in_use_until_its_last_output_is_out(run):
+    async def script(engine, add):
+        for _ in range(3):
+            (first,) = await add("a", max_tokens=500)
+            engine.abort(first)
+            while True:
+                try:
+                    (second,) = await add("a", max_tokens=5)
+                    break
+                except InvalidRequestError:
+                    await asyncio.sleep(0)
+            assert len(await tokens(second)) == 5
+
+    run(script)
