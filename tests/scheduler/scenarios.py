@@ -102,7 +102,7 @@ def line_of(scheduler, plan):
     parts += [f"{p.request_id} falls for {p.for_request_id} by {p.mode.value}" for p in report.preempted]
     parts += [f"{name} comes back" for name in report.swapped_in]
     parts += [f"{name} is given up" for name in report.ignored]
-    parts += [f"{r.request_id} waits: {r.reason.name.lower()}" for r in report.refusals]
+    parts += [f"{r.request_id} waits: {r.reason.value}" for r in report.refusals]
     for word, pairs in (
         ("out", plan.moves.swap_out), ("in", plan.moves.swap_in), ("copy", plan.moves.copy)
     ):  # fmt: skip

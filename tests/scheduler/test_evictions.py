@@ -154,12 +154,17 @@ def test_evictions_pay(policy, order, mode, pool, host, headroom, caching, arriv
             if p.for_request_id in waited and p.for_request_id not in report.ignored:
                 request = waited[p.for_request_id]
                 # It starts now, or as soon as the policy lets prompts be computed.
-                later = {WaitReason.NO_BUDGET, WaitReason.NOT_WHOLE, WaitReason.PREEMPTION, WaitReason.DECODE_STEP}
+                later = {
+                    WaitReason.NO_TOKEN_BUDGET,
+                    WaitReason.PROMPT_EXCEEDS_BUDGET,
+                    WaitReason.PREEMPTION_IN_STEP,
+                    WaitReason.DECODE_STEP,
+                }
                 assert request.num_reserved_seats or request.sequences[0].row is not None or (
                     policy in ("prefill-first", "phased") or reasons[request.request_id] in later
                 )  # fmt: skip
                 if policy in ("chunked", "three-phase"):
-                    assert reasons.get(request.request_id) is not WaitReason.PREEMPTION
+                    assert reasons.get(request.request_id) is not WaitReason.PREEMPTION_IN_STEP
 
     with patcher.context():
         Growing(patcher)

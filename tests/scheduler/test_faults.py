@@ -122,7 +122,7 @@ def test_a_step_that_preempts_admits_nobody():
         report = engine.step()
         if report.preempted:
             assert not {s.request_id for s in engine.prefills(report)} & first_in_line
-            assert report.refusals[0].reason is WaitReason.PREEMPTION
+            assert report.refusals[0].reason is WaitReason.PREEMPTION_IN_STEP
 
 
 @pytest.mark.parametrize("policy", ["chunked", "three-phase", "prefill-first", "phased"])
@@ -204,9 +204,9 @@ def test_waiting_is_explained():
     engine = ToyEngine(num_blocks=4, block_size=B, max_model_len=16, max_num_seqs=4, max_num_batched_tokens=4)
     engine.add("a", [1] * 4, max_tokens=9)
     engine.add("b", [2] * 15, max_tokens=1)
-    assert engine.step().refusals[0].reason is WaitReason.NO_BUDGET
+    assert engine.step().refusals[0].reason is WaitReason.NO_TOKEN_BUDGET
     report = engine.step()
-    assert [(r.request_id, r.reason) for r in report.refusals] == [("b", WaitReason.NO_BLOCKS)]
+    assert [(r.request_id, r.reason) for r in report.refusals] == [("b", WaitReason.NO_FREE_BLOCKS)]
 
 
 def test_the_same_arrivals_give_the_same_plans():

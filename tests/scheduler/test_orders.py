@@ -244,7 +244,7 @@ def test_adapters_are_capped_and_passed_over_and_keep_their_place():
     engine.add("one again", [1, 2], 5, lora=lora(1))
     report = engine.step()
     assert [s.request_id for s in engine.prefills(report)] == ["one", "base", "one again"]
-    assert [(r.request_id, r.reason) for r in report.refusals] == [("two", WaitReason.ADAPTER)]
+    assert [(r.request_id, r.reason) for r in report.refusals] == [("two", WaitReason.TOO_MANY_ADAPTERS)]
     engine.run()
     assert order_of_starts(engine)[-1] == "two"
     for name, adapter, count in [("one", 1, 10), ("two", 2, 5), ("base", 0, 5), ("one again", 1, 5)]:

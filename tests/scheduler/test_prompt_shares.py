@@ -175,7 +175,7 @@ def test_prompts_go_by_rank_and_long_ones_leave_half(policy, order, threshold, b
         batch = scheduler.batch
         prompts = [(scheduler.find(s.request_id).sequences[s.index], s) for s in prefills(report)]
         prompt_budget = budget - plan.num_decodes
-        left_out = [r.request_id for r in report.refusals if r.reason is WaitReason.NO_BUDGET]
+        left_out = [r.request_id for r in report.refusals if r.reason is WaitReason.NO_TOKEN_BUDGET]
         waiting = [scheduler.find(name).sequences[0] for name in left_out]
         hungry = [seq for seq in batch.prefilling_sequences() if all(seq is not other for other, _ in prompts)]
         for seq in waiting + hungry:

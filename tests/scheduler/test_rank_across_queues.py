@@ -73,7 +73,7 @@ def test_nobody_comes_back_before_a_better_one_that_waits(policy, order, pool, h
             assert is_passed_over or all(request.rank < waiting.rank for request in back)
         first = scheduler.swapped.first()
         for refusal in report.refusals:
-            if refusal.reason is WaitReason.WAITING_FIRST:
+            if refusal.reason is WaitReason.BEHIND_WAITING_REQUEST:
                 assert refusal.request_id == first.request_id or first.lora is not None
 
     for i, (length, max_tokens, n, priority, adapter, pause) in enumerate(arrivals):

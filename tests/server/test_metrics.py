@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from treadle.scheduler import WaitReason
 from treadle.server.metrics import Metrics
 from treadle.testing.toy import ToyEngine
 
@@ -43,6 +44,9 @@ def test_latencies_are_from_token_to_token(policy, num_host_blocks):
         engine.step()
         account.look(now)
     values = {sample.name: sample.value for family in metrics.collect() for sample in family.samples}
+    reasons = {s.labels["reason"] for family in metrics.collect() for s in family.samples if "reason" in s.labels}
+    assert "no_free_blocks" in reasons
+    assert reasons <= {reason.value for reason in WaitReason}
     assert values["vllm:num_preemptions_total"] > 0
     assert max(account.gaps) > 2
     assert values["vllm:inter_token_latency_seconds_count"] == len(account.gaps)

@@ -62,6 +62,11 @@ def test_a_record_tells_who_did_what(run):
     for name, request in engine.finished.items():
         assert ended[name]["output_tokens"] == sum(seq.num_output_tokens for seq in request.sequences)
         assert len(ended[name]["preemptions"]) == request.metrics.num_preemptions
+    codes = {
+        code for record in recording.records for queue in ("waiting", "swapped") for code in record[queue].values()
+    }
+    assert "no_free_blocks" in codes
+    assert codes - {""} <= recording.header["wait_reasons"].keys()
     assert any(record["swaps_in"] for record in recording.records)
     assert any(record["copies"] for record in recording.records)
 
@@ -94,6 +99,10 @@ def test_the_chrome_trace(run):
     steps = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
     assert len(steps) == len(engine.plans)
     assert all(e["dur"] > 0 and "ts" in e for e in events if e["ph"] == "X")
+    kinds = {e["cat"] for e in events if e["ph"] == "X" and e["tid"] > 0}
+    assert kinds >= {"prefill", "re-prefill", "decode", "beam", "waiting", "swapped", "preempted"}
+    waiting = {e["name"] for e in events if e.get("cat") == "waiting"}
+    assert waiting >= {"waiting", "waiting: no free blocks"}
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {f"request r{i}" for i in range(25)}
     counters = {e["name"] for e in events if e["ph"] == "C"}
@@ -105,9 +114,12 @@ def test_broken_recordings_are_named(tmp_path):
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         Recording(path)
     path.write_text("{}\n")
-    with pytest.raises(InvalidRequestError, match="is no recording of format 1"):
+    with pytest.raises(InvalidRequestError, match="is not a recording"):
         Recording(path)
-    path.write_text('{"treadle_recording": 1}\n{"st\n{}\n')
+    path.write_text('{"treadle_recording": 1}\n')
+    with pytest.raises(InvalidRequestError, match="of format 1, but this version reads format 2"):
+        Recording(path)
+    path.write_text('{"treadle_recording": 2}\n{"st\n{}\n')
     with pytest.raises(InvalidRequestError, match="line 2: no JSON"):
         Recording(path)
 

@@ -98,7 +98,7 @@ class Phases:
             reason = self._swap_in(request)
             if reason is not None:
                 self.draft.refuse(request, reason)
-                if reason is not WaitReason.ADAPTER or request.is_aged:
+                if reason is not WaitReason.TOO_MANY_ADAPTERS or request.is_aged:
                     return
             request = following
 
@@ -107,19 +107,19 @@ class Phases:
         state = self._state
         sequences = request.live_sequences
         if self._is_behind_waiting(request):
-            return WaitReason.WAITING_FIRST
+            return WaitReason.BEHIND_WAITING_REQUEST
         if state.batch.num_free_seats < request.num_seats:
-            return WaitReason.NO_SEAT
+            return WaitReason.NO_FREE_SEATS
         if self.draft.remaining_tokens < len(sequences):
-            return WaitReason.NO_BUDGET
+            return WaitReason.NO_TOKEN_BUDGET
         if guards.lacks_adapter(state, request):
-            return WaitReason.ADAPTER
+            return WaitReason.TOO_MANY_ADAPTERS
         status = state.kv.can_swap_in(request, guards.headroom(state, request, len(state.batch)))
         if status is AllocStatus.NEVER:
             self.draft.give_up(request)
             return None
         if status is AllocStatus.LATER:
-            return WaitReason.NO_BLOCKS
+            return WaitReason.NO_FREE_BLOCKS
         self.draft.swap_in(request)
         batch = state.batch
         ready = [seq for seq in sequences if not batch.is_prefilling[seq.row]]
@@ -174,23 +174,23 @@ class Phases:
             self.draft.accept(request)
             return True
         self.draft.refuse(request, reason)
-        return reason is WaitReason.ADAPTER and not request.is_aged
+        return reason is WaitReason.TOO_MANY_ADAPTERS and not request.is_aged
 
     def _admit(self, request: Request, cut: Cut) -> WaitReason | None:
         """Move `request` from waiting to running with its first tokens, or say why not now."""
         state = self._state
         if self.draft.preempted and not self._has_displaced_only_for(request):
-            return WaitReason.PREEMPTION
+            return WaitReason.PREEMPTION_IN_STEP
         if guards.is_behind_swapped(state, request):
-            return WaitReason.SWAPPED_FIRST
+            return WaitReason.BEHIND_SWAPPED_REQUEST
         if guards.lacks_adapter(state, request):
-            return WaitReason.ADAPTER
+            return WaitReason.TOO_MANY_ADAPTERS
         if state.batch.num_free_seats < request.num_seats:
-            return WaitReason.NO_SEAT
+            return WaitReason.NO_FREE_SEATS
         if self.draft.remaining_tokens <= 0:
-            return WaitReason.NO_BUDGET
+            return WaitReason.NO_TOKEN_BUDGET
         if guards.is_still_refused(state, request):
-            return WaitReason.NO_BLOCKS
+            return WaitReason.NO_FREE_BLOCKS
         plan = state.kv.plan_allocation(request)
         status = state.kv.can_allocate(plan, guards.headroom(state, request, len(state.batch)))
         if status is AllocStatus.NEVER:
@@ -200,7 +200,7 @@ class Phases:
             state.block_refusal = BlockRefusal(
                 request, state.kv.num_available_blocks, len(state.batch), state.kv.version
             )
-            return WaitReason.NO_BLOCKS
+            return WaitReason.NO_FREE_BLOCKS
         lead = plan.sequences[0].seq
         reason = self._prompts.why_no_tokens(lead.num_tokens_to_prefill - plan.num_cached_tokens, cut)
         if reason is not None:

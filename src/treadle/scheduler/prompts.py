@@ -122,9 +122,9 @@ class Prompts:
         """Why none of `needed` prompt tokens can be computed in what is left of the step."""
         draft = self._draft
         if draft.remaining_tokens <= 0:
-            return WaitReason.NO_BUDGET
+            return WaitReason.NO_TOKEN_BUDGET
         must_be_whole = cut is Cut.NEVER or (cut is Cut.ONLY_FIRST and not draft.is_empty)
-        return WaitReason.NOT_WHOLE if must_be_whole and needed > draft.remaining_tokens else None
+        return WaitReason.PROMPT_EXCEEDS_BUDGET if must_be_whole and needed > draft.remaining_tokens else None
 
     def go_on_before(self, request: Request) -> None:
         """Partly computed prompts that precede `request` in rank go on."""

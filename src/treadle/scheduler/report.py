@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -15,18 +15,36 @@ FREE, CACHED = -2, -1
 """In place of a request's number: a block with nothing in it, and one that only the prefix cache knows."""
 
 
-class WaitReason(Enum):
-    """Why a request was not admitted."""
+class WaitReason(StrEnum):
+    """Why a request was not admitted. The value is a stable code, for records and metrics; `text` is for people."""
 
-    NO_BLOCKS = "no free blocks"
-    NO_SEAT = "no free seat"
-    NO_BUDGET = "token budget used up"
-    NOT_WHOLE = "prompt does not fit the rest of the budget"
-    ADAPTER = "too many adapters"
-    SWAPPED_FIRST = "a swapped request is before it"
-    WAITING_FIRST = "a waiting request is before it"
-    PREEMPTION = "a preemption in this step"
-    DECODE_STEP = "decode step"
+    NO_FREE_BLOCKS = "no_free_blocks"
+    NO_FREE_SEATS = "no_free_seats"
+    NO_TOKEN_BUDGET = "no_token_budget"
+    PROMPT_EXCEEDS_BUDGET = "prompt_exceeds_budget"
+    TOO_MANY_ADAPTERS = "too_many_adapters"
+    BEHIND_SWAPPED_REQUEST = "behind_swapped_request"
+    BEHIND_WAITING_REQUEST = "behind_waiting_request"
+    PREEMPTION_IN_STEP = "preemption_in_step"
+    DECODE_STEP = "decode_step"
+
+    @property
+    def text(self) -> str:
+        """The reason in a few words."""
+        return _WAIT_REASON_TEXTS[self]
+
+
+_WAIT_REASON_TEXTS = {
+    WaitReason.NO_FREE_BLOCKS: "no free blocks",
+    WaitReason.NO_FREE_SEATS: "no free seats",
+    WaitReason.NO_TOKEN_BUDGET: "token budget used up",
+    WaitReason.PROMPT_EXCEEDS_BUDGET: "the whole prompt exceeds the tokens left in this step",
+    WaitReason.TOO_MANY_ADAPTERS: "the step already has max_loras adapters",
+    WaitReason.BEHIND_SWAPPED_REQUEST: "a swapped request goes first",
+    WaitReason.BEHIND_WAITING_REQUEST: "a waiting request goes first",
+    WaitReason.PREEMPTION_IN_STEP: "blocks ran out in this step",
+    WaitReason.DECODE_STEP: "this step is for decodes only",
+}
 
 
 class PreemptionMode(StrEnum):

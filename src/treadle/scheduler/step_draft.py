@@ -270,5 +270,5 @@ class StepDraft:
         for queue in (self.state.swapped, self.state.waiting):
             first = queue.first()
             if first is not None and first.request_id not in self._refusals:
-                reason = WaitReason.PREEMPTION if self.preempted else WaitReason.DECODE_STEP
+                reason = WaitReason.PREEMPTION_IN_STEP if self.preempted else WaitReason.DECODE_STEP
                 self.refuse(first, reason)

@@ -13,9 +13,9 @@ from treadle.core.clock import Clock
 from treadle.core.errors import ConfigError
 from treadle.core.request import Request
 from treadle.scheduler import Scheduler, StepOutputs, StepReport
-from treadle.trace.step_record import StepDescriber, StepRecord
+from treadle.trace.step_record import StepDescriber, StepRecord, describe_wait_reasons
 
-FORMAT = 1
+FORMAT = 2
 """Number of the file format; it grows when a reader of old files would be misled."""
 
 
@@ -53,6 +53,7 @@ class StepRecorder:
                 "num_blocks": kv.pool.num_blocks,
                 "num_host_blocks": kv.host_pool.num_blocks,
                 "scheduler": scheduler.config.to_dict(),
+                "wait_reasons": describe_wait_reasons(),
             }
         )
 

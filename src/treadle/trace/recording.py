@@ -7,7 +7,7 @@ from typing import Any
 from treadle.core.errors import InvalidRequestError
 from treadle.trace.recorder import FORMAT
 from treadle.trace.step_record import StepRecord
-from treadle.trace.step_table import StepTable, step_cells
+from treadle.trace.step_table import StepTable, step_cells, step_kinds
 
 MICROSECONDS = 1e6
 
@@ -40,8 +40,14 @@ class Recording:
                     break
                 raise InvalidRequestError("RUN.jsonl", f"{path}, line {number}: no JSON ({error})") from error
         header = parsed[0] if parsed else None
-        if not isinstance(header, dict) or header.get("treadle_recording") != FORMAT:
-            raise InvalidRequestError("RUN.jsonl", f"{path} is no recording of format {FORMAT}")
+        if not isinstance(header, dict) or "treadle_recording" not in header:
+            raise InvalidRequestError("RUN.jsonl", f"{path} is not a recording")
+        if header["treadle_recording"] != FORMAT:
+            raise InvalidRequestError(
+                "RUN.jsonl",
+                f"{path} is a recording of format {header['treadle_recording']!r}, but this version reads format "
+                f"{FORMAT}; record the run again",
+            )
         self.header: dict[str, Any] = header
         self.records: list[StepRecord] = parsed[1:]
 
@@ -106,10 +112,9 @@ class Recording:
             shared = {"ph": "X", "pid": 1, "ts": start, "dur": duration}
             step = {"step": record["step"], "tokens": record["tokens"]}
             events.append({**shared, "tid": 0, "name": f"step {record['step']}", "args": step})
+            kinds = step_kinds(record)
             for name, cell in step_cells(record).items():
-                events.append(
-                    {**shared, "tid": rows[name], "name": cell, "cat": cell.split(":")[0].split(" ")[0], "args": step}
-                )
+                events.append({**shared, "tid": rows[name], "name": cell, "cat": kinds[name], "args": step})
             queues = {"running": len(record["ran"]) + len(record["idle"])}
             queues |= {queue: len(record[queue]) for queue in ("waiting", "swapped")}
             for name, values in (("blocks", record["blocks"]), ("queues", queues)):
@@ -124,7 +129,7 @@ def _steps(first: int, last: int) -> str:
 
 def _outcome_lines(outcome: dict[str, Any]) -> list[str]:
     lines = [
-        f"ended ({outcome['reason']}) after {outcome['finish'] - outcome['arrival']:.3f} s "
+        f"ended ({'/'.join(outcome['finish_reasons'])}) after {outcome['finish'] - outcome['arrival']:.3f} s "
         f"with {outcome['output_tokens']} output tokens"
     ]
     if outcome["error"]:

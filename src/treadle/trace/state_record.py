@@ -4,10 +4,11 @@ from typing import Any
 
 from treadle.core.request import Request
 from treadle.scheduler import Scheduler
+from treadle.trace.step_record import describe_wait_reasons
 
 
 def describe_state(scheduler: Scheduler, now: float) -> dict[str, Any]:
-    """The queues with each request's progress, the blocks, the settings.
+    """The queues with each request's progress, the blocks, the settings, and the texts of the reasons to wait.
 
     Args:
         scheduler: between two steps.
@@ -29,6 +30,7 @@ def describe_state(scheduler: Scheduler, now: float) -> dict[str, Any]:
             "host_total": scheduler.kv.host_pool.num_blocks,
         },
         "scheduler": scheduler.config.to_dict(),
+        "wait_reasons": describe_wait_reasons(),
     }
 
 

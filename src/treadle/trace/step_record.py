@@ -6,12 +6,12 @@ A record is a mapping::
     step, time, duration    number; seconds on the engine's clock at its start; seconds it took
     tokens                  tokens computed, drafts included
     ran                     request → {kind, start, count, of, sequences}; kind: prefill, re-prefill, decode, beam
-    waiting, swapped        request → reason, or "" for those behind the first; in the order in which they go
+    waiting, swapped        request → code of a WaitReason, or "" if it was not looked at; in rank order
     idle                    requests that run but had no part in the step
     preempted               [{request, for, mode}]
     swapped_in, ignored     requests
     arrived                 request → {prompt_tokens, max_tokens, n, priority, time}
-    finished                request → {reason, output_tokens, cached_tokens, preemptions, queue_time, …}
+    finished                request → {finish_reasons, output_tokens, cached_tokens, preemptions, queue_time, …}
     blocks                  {referenced, cached, free, host_used, host_free}
     block_changes           which blocks are held by whom since this step, see block_map
     swaps_out, swaps_in, copies   [[source block, target block]]
@@ -22,7 +22,7 @@ from typing import Any
 
 from treadle.core.clock import Clock
 from treadle.core.request import Request
-from treadle.scheduler import RunKind, Scheduler, StepReport
+from treadle.scheduler import RunKind, Scheduler, StepReport, WaitReason
 from treadle.trace.block_map import BlockMap
 
 StepRecord = dict[str, Any]
@@ -117,6 +117,11 @@ def describe_step(report: StepReport, finished: Iterable[Request]) -> StepRecord
     }
 
 
+def describe_wait_reasons() -> dict[str, str]:
+    """Code → text of every reason to wait, for whoever shows records to people."""
+    return {reason.value: reason.text for reason in WaitReason}
+
+
 def describe_finished(finished: Iterable[Request]) -> dict[str, dict[str, Any]]:
     """What a record says of requests that ended with its step."""
     return {request.request_id: _outcome(request) for request in finished}
@@ -125,7 +130,7 @@ def describe_finished(finished: Iterable[Request]) -> dict[str, dict[str, Any]]:
 def _outcome(request: Request) -> dict[str, Any]:
     metrics = request.metrics
     return {
-        "reason": "/".join(dict.fromkeys(str(seq.finish_reason) for seq in request.sequences)),
+        "finish_reasons": list(dict.fromkeys(str(seq.finish_reason) for seq in request.sequences)),
         "error": request.error,
         "output_tokens": sum(seq.num_output_tokens for seq in request.sequences),
         "cached_tokens": metrics.num_cached_tokens,

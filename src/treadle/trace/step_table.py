@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from treadle.core.request import Request
-from treadle.scheduler import StepOutputs, StepReport
+from treadle.scheduler import StepOutputs, StepReport, WaitReason
 from treadle.trace.step_record import StepRecord, describe_step
 
 
@@ -74,13 +74,24 @@ def step_cells(record: StepRecord) -> dict[str, str]:
             cells[name] = f"swapped in, {cells[name]}"
     for queue in ("waiting", "swapped"):
         for name, reason in record[queue].items():
-            cells[name] = f"{queue}: {reason}" if reason else queue
+            cells[name] = f"{queue}: {WaitReason(reason).text}" if reason else queue
     for name in record["idle"]:
         cells[name] = "idle"
     for preemption in record["preempted"]:
         name, cause = preemption["request"], preemption["for"]
         how = "preempted" if preemption["mode"] == "recompute" else "swapped out"
-        cells[name] = f"{how} by {cause}" if cause != name else f"{how}: no free blocks"
+        cells[name] = f"{how} by {cause}" if cause != name else f"{how}: {WaitReason.NO_FREE_BLOCKS.text}"
     for name, outcome in record["finished"].items():
-        cells[name] = f"{cells[name]} → end: {outcome['reason']}" if name in cells else f"end: {outcome['reason']}"
+        end = f"end: {'/'.join(outcome['finish_reasons'])}"
+        cells[name] = f"{cells[name]} → {end}" if name in cells else end
     return cells
+
+
+def step_kinds(record: StepRecord) -> dict[str, str]:
+    """Request → what it did in a step, as one word: a RunKind, waiting, swapped, idle, preempted or ended."""
+    kinds = dict.fromkeys(record["finished"], "ended")
+    kinds |= {name: ran["kind"] for name, ran in record["ran"].items()}
+    kinds |= {name: queue for queue in ("waiting", "swapped") for name in record[queue]}
+    kinds |= dict.fromkeys(record["idle"], "idle")
+    kinds |= {preemption["request"]: "preempted" for preemption in record["preempted"]}
+    return kinds

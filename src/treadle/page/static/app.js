@@ -216,9 +216,9 @@ document.addEventListener("keydown", (event) => {
   redraw();
 });
 
-function setStatus(text) {
+function setStatus(isGood, text) {
   at("status").textContent = text;
-  at("status").classList.toggle("bad", !text.startsWith("live") && !recording);
+  at("status").classList.toggle("bad", !isGood);
 }
 
 async function start() {
@@ -226,7 +226,7 @@ async function start() {
     document.body.classList.add("recorded");
     loadRecording(run);
     cursor = 0;
-    setStatus(`recording of ${run.steps.length} steps`);
+    setStatus(true, `recording of ${run.steps.length} steps`);
     at("model").textContent = recording.dataset.name;
     redraw();
     return;

@@ -7,18 +7,6 @@ export const CACHED = -1;
 const FIELDS = 4; // of a cell: the request's number, kind, tokens computed or generated, target number of tokens
 const SHARED = 2 ** 24; // added to a holder's number when several sequences hold the block
 
-const WAITS = {
-  "no free blocks": "there are not enough free KV blocks for it",
-  "no free seat": "as many sequences run as may run at once",
-  "token budget used up": "the step has no tokens left to compute",
-  "prompt does not fit the rest of the budget": "its whole prompt does not fit what is left of the step",
-  "too many adapters": "the step already has as many adapters as it may",
-  "a swapped request is before it": "a swapped request comes back first",
-  "a waiting request is before it": "a waiting request starts first",
-  "a preemption in this step": "blocks ran out in this step, so nobody is let in",
-  "decode step": "this step is for decodes only",
-};
-
 export class Run {
   constructor(limit = 4000) {
     this.limit = limit;
@@ -31,6 +19,7 @@ export class Run {
     this.steps = [];
     this.events = [];
     this.settings = null;
+    this.waitReasons = {}; // code → text
     this.blockSize = 0;
     this.numDropped = 0; // steps dropped from the history
     this.blocks = new BlockMap(0);
@@ -45,6 +34,7 @@ export class Run {
   begin(state) {
     this.clear();
     this.settings = state.scheduler;
+    this.waitReasons = state.wait_reasons;
     this.blockSize = state.blocks.size;
     this.numBlocks = state.blocks.total;
     this.blocks = new BlockMap(this.numBlocks);
@@ -68,6 +58,7 @@ export class Run {
     this.clear();
     this.limit = Infinity;
     this.settings = header.scheduler;
+    this.waitReasons = header.wait_reasons;
     this.blockSize = header.block_size;
     this.numBlocks = header.num_blocks;
     this.blocks = new BlockMap(this.numBlocks);
@@ -242,7 +233,7 @@ export class Run {
     for (const p of step.preempted) if (isWanted(p.number)) found.set(p.number, preemptedCell(p));
     for (const number of step.finished.filter(isWanted)) {
       const cell = found.get(number) ?? { kind: "ended" };
-      cell.end = this.byNumber[number]?.outcome.reason ?? "";
+      cell.end = this.byNumber[number]?.outcome.finish_reasons.join("/") ?? "";
       found.set(number, cell);
     }
     return found;
@@ -304,9 +295,9 @@ export class Run {
       case "beam":
         return `${back}generates token ${cell.done}${cell.wanted ? ` of at most ${cell.wanted}` : ""}.${end}`;
       case "waiting":
-        return cell.reason ? `waits: ${WAITS[cell.reason] ?? cell.reason}.` : "waits behind another request.";
+        return cell.reason ? `waits: ${this.waitReasons[cell.reason]}.` : "waits behind another request.";
       case "swapped":
-        return cell.reason ? `is in the host tier: ${WAITS[cell.reason] ?? cell.reason}.` : "is in the host tier.";
+        return cell.reason ? `is in the host tier: ${this.waitReasons[cell.reason]}.` : "is in the host tier.";
       case "idle":
         return "runs, but is not in this step.";
       case "preempted":

@@ -52,7 +52,7 @@ export async function* events(answer) {
   }
 }
 
-// Follow a server forever; onStatus gets "live" or a description of the problem.
+// Follow a server forever; onStatus gets whether the page is live, and a text: what was skipped, or the problem.
 export async function followServer(run, onStep, onStatus) {
   for (;;) {
     try {
@@ -61,15 +61,15 @@ export async function followServer(run, onStep, onStatus) {
       for await (const record of events(answer)) {
         if (record.state) {
           run.begin(record.state);
-          onStatus(record.missed ? `live, after skipping ${record.missed} steps that came too fast for this page` : "live");
+          onStatus(true, record.missed ? `live, after skipping ${record.missed} steps that came too fast for this page` : "live");
         } else {
           run.add(record);
         }
         onStep();
       }
-      onStatus("the server closed the connection; retrying");
+      onStatus(false, "the server closed the connection; retrying");
     } catch (error) {
-      onStatus(`no connection: ${error.message}; retrying`);
+      onStatus(false, `no connection: ${error.message}; retrying`);
     }
     await new Promise((resolve) => setTimeout(resolve, 1500));
   }
