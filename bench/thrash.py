@@ -24,7 +24,7 @@ def run(policy: str, mode: str, headroom: int) -> tuple[float, int, int, int]:
             max_model_len=320,
             max_num_seqs=24,
             max_num_batched_tokens=512,
-            policy=policy,
+            scheduler=policy,
             preemption_mode=mode,
             admission_headroom=headroom,
         ),

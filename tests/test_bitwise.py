@@ -174,7 +174,7 @@ class TestTinyPaths:
 
     @pytest.mark.parametrize("policy", ["phased", "prefill-first", "three-phase"])
     def test_policies(self, path, policy):
-        path.check(max_num_batched_tokens=2048, policy=policy)
+        path.check(max_num_batched_tokens=2048, scheduler=policy)
 
     def test_a_warm_prefix_cache(self, path):
         twice = path.run(path.requests + path.requests, max_num_batched_tokens=300)

@@ -292,7 +292,10 @@ def test_limits_of_this_engine(llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheduler": "fastest"}, "unknown policy 'fastest'; there are chunked, phased, prefill-first, three-phase"),
+        (
+            {"scheduler": "fastest"},
+            "unknown phase policy 'fastest'; there are chunked, phased, prefill-first, three-phase",
+        ),
         ({"max_num_seqs": 0}, "max_num_seqs: must be at least 1, got 0"),
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 8},

@@ -33,7 +33,7 @@ def check(alone, tiny, outputs):
 @pytest.mark.parametrize(("policy", "caching"), PAIRS)
 def test_all_together(policy, caching, alone, tiny):
     engine = TestEngine(
-        tiny.loaded, tiny.weights, policy=policy, enable_prefix_caching=caching, max_num_batched_tokens=512
+        tiny.loaded, tiny.weights, scheduler=policy, enable_prefix_caching=caching, max_num_batched_tokens=512
     )
     check(alone, tiny, engine.generate(alone[0], GREEDY))
 
@@ -51,7 +51,7 @@ def test_a_pool_for_little_more_than_one(policy, caching, alone, tiny):
     for expected, num_blocks, least in ((list(zip(*alone, strict=True)), 155, 1), (short, 28, 5)):
         engine = TestEngine(
             tiny.loaded, tiny.weights, num_blocks=num_blocks, block_size=4, max_model_len=num_blocks * 4,
-            policy=policy, enable_prefix_caching=caching, admission_headroom=0, max_num_batched_tokens=256,
+            scheduler=policy, enable_prefix_caching=caching, admission_headroom=0, max_num_batched_tokens=256,
         )  # fmt: skip
         prompts, outputs = zip(*expected, strict=True)
         check((prompts, outputs), tiny, engine.generate(prompts, GREEDY))

@@ -111,8 +111,8 @@ def test_the_scheduler_gets_every_setting_that_is_declared_for_it():
         "order": "priority", "preemption_mode": "swap", "admission_headroom": 3, "max_consecutive_prefills": 2,
         "age_limit_s": None, "max_num_queued_requests": 5, "max_num_queued_tokens": 50, "seed": 9, "max_num_seqs": 4,
         "max_num_batched_tokens": 40, "max_model_len": 77, "long_prefill_token_threshold": 9,
-        "victim_policy": "least-computed",
+        "scheduler": "phased", "victim_policy": "least-computed",
     }  # fmt: skip
     assert changed.keys() == {entry.name for entry in fields(SchedulingSettings)}
-    config = EngineConfig(**changed, scheduler="phased").scheduler_config(77)
-    assert config == SchedulerConfig(**changed, policy="phased")
+    config = EngineConfig(**changed).scheduler_config(77)
+    assert config == SchedulerConfig(**changed)

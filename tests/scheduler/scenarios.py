@@ -16,9 +16,9 @@ SMALL = {
 SCENARIOS = {
     "chunked": {**SMALL},
     "chunked-headroom": {**SMALL, "admission_headroom": 1, "max_num_batched_tokens": 40},
-    "three-phase": {**SMALL, "policy": "three-phase"},
-    "prefill-first": {**SMALL, "policy": "prefill-first", "max_consecutive_prefills": 3},
-    "phased": {**SMALL, "policy": "phased", "max_consecutive_prefills": 3},
+    "three-phase": {**SMALL, "scheduler": "three-phase"},
+    "prefill-first": {**SMALL, "scheduler": "prefill-first", "max_consecutive_prefills": 3},
+    "phased": {**SMALL, "scheduler": "phased", "max_consecutive_prefills": 3},
     "swap": {**SMALL, "num_host_blocks": 40, "preemption_mode": "swap", "groups": 0.3},
     "groups-again": {**SMALL, "preemption_mode": "recompute", "groups": 0.4},
     "beams": {**SMALL, "num_host_blocks": 30, "beams": 0.4},

@@ -90,7 +90,7 @@ def patcher():
 def test_same_plans(policy, order, mode, lookahead, pool, host, headroom, arrivals, patcher):
     def make():
         return ToyEngine(
-            num_blocks=pool, block_size=4, num_host_blocks=host, policy=policy, order=order, preemption_mode=mode,
+            num_blocks=pool, block_size=4, num_host_blocks=host, scheduler=policy, order=order, preemption_mode=mode,
             max_model_len=60, max_num_seqs=6, max_num_batched_tokens=14,
             num_lookahead_slots=lookahead, admission_headroom=headroom,
         )  # fmt: skip

@@ -137,7 +137,7 @@ def patcher():
 )
 def test_evictions_pay(policy, order, mode, pool, host, headroom, caching, arrivals, patcher):
     engine = ToyEngine(
-        num_blocks=pool, block_size=4, num_host_blocks=host, policy=policy, order=order, preemption_mode=mode,
+        num_blocks=pool, block_size=4, num_host_blocks=host, scheduler=policy, order=order, preemption_mode=mode,
         max_model_len=60, max_num_seqs=6, max_num_batched_tokens=20, admission_headroom=headroom,
         enable_prefix_caching=caching,
     )  # fmt: skip

@@ -11,7 +11,7 @@ B = 4
 
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
 def test_a_lone_request_that_fills_the_pool(policy):
-    engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32, policy=policy)
+    engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32, scheduler=policy)
     prompt = list(range(20))
     engine.add("a", prompt, max_tokens=100)
     assert engine.run()["a"] == toy_continuation(prompt, 12)
@@ -22,7 +22,7 @@ def test_a_lone_request_that_fills_the_pool(policy):
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 8, 16, 64])
 def test_prompts_at_block_edges_for_every_chunk(policy, chunk):
-    engine = ToyEngine(num_blocks=64, block_size=B, max_num_seqs=1, max_num_batched_tokens=chunk, policy=policy)
+    engine = ToyEngine(num_blocks=64, block_size=B, max_num_seqs=1, max_num_batched_tokens=chunk, scheduler=policy)
     expected = {}
     for length in [k * B + d for k in (1, 2, 3, 4) for d in (-1, 0, 1)]:
         prompt = [length, *range(length - 1)]
@@ -52,15 +52,15 @@ def test_a_budget_below_the_seats_is_refused_at_the_start():
 
 def test_an_unknown_policy_is_named():
     with pytest.raises(
-        ConfigError, match="unknown policy 'fastest'; there are chunked, phased, prefill-first, three-phase"
+        ConfigError, match="unknown phase policy 'fastest'; there are chunked, phased, prefill-first, three-phase"
     ):
-        ToyEngine(policy="fastest")
+        ToyEngine(scheduler="fastest")
 
 
 @pytest.mark.parametrize("limit", [1, 3, 8])
 def test_endless_arrivals_under_phased_delay_decodes_by_a_bounded_time(limit):
     engine = ToyEngine(
-        num_blocks=500, block_size=B, policy="phased", max_num_seqs=8, max_num_batched_tokens=16,
+        num_blocks=500, block_size=B, scheduler="phased", max_num_seqs=8, max_num_batched_tokens=16,
         max_model_len=200, max_consecutive_prefills=limit,
     )  # fmt: skip
     engine.add("victim", [1, 2, 3], max_tokens=20)
@@ -83,7 +83,7 @@ def test_endless_arrivals_under_phased_delay_decodes_by_a_bounded_time(limit):
 
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
 def test_every_request_ends_under_endless_arrivals(policy):
-    engine = ToyEngine(num_blocks=24, block_size=B, policy=policy, max_num_seqs=4, max_model_len=64)
+    engine = ToyEngine(num_blocks=24, block_size=B, scheduler=policy, max_num_seqs=4, max_model_len=64)
     for i in range(300):
         engine.add(f"r{i}", [i % 50] * (1 + i * 7 % 30), max_tokens=1 + i * 5 % 12)
         engine.step()
@@ -130,7 +130,7 @@ def test_a_step_that_preempts_admits_nobody():
 @pytest.mark.parametrize("headroom", [0, 1])
 def test_little_thrash_in_a_pool_for_three_of_24(policy, mode, headroom):
     engine = ToyEngine(
-        num_blocks=24, block_size=B, max_model_len=48, max_num_seqs=24, max_num_batched_tokens=48, policy=policy,
+        num_blocks=24, block_size=B, max_model_len=48, max_num_seqs=24, max_num_batched_tokens=48, scheduler=policy,
         num_host_blocks=60, preemption_mode=mode, admission_headroom=headroom,
     )  # fmt: skip
     for i in range(24):
@@ -211,7 +211,7 @@ def test_waiting_is_explained():
 
 def test_the_same_arrivals_give_the_same_plans():
     def trace():
-        engine = ToyEngine(num_blocks=12, block_size=B, max_model_len=48, policy="chunked")
+        engine = ToyEngine(num_blocks=12, block_size=B, max_model_len=48, scheduler="chunked")
         for i in range(30):
             engine.add(f"r{i}", [i % 7] * (1 + i * 11 % 30), max_tokens=1 + i * 3 % 15)
             engine.step()

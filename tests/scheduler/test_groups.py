@@ -69,7 +69,7 @@ def test_seats_are_taken_from_the_start_and_given_back_one_by_one():
 def test_n_4_under_pressure(mode, policy, host):
     """Without swap space, groups are computed again: the prompt once, then each child's own output."""
     engine = ToyEngine(
-        num_blocks=30, block_size=B, num_host_blocks=host, max_model_len=48, policy=policy, preemption_mode=mode,
+        num_blocks=30, block_size=B, num_host_blocks=host, max_model_len=48, scheduler=policy, preemption_mode=mode,
         admission_headroom=0,
     )  # fmt: skip
     for i in range(6):

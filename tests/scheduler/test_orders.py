@@ -178,7 +178,9 @@ def test_a_better_priority_displaces_five_at_once():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equal_priorities_never_displace_each_other(policy):
-    engine = ToyEngine(num_blocks=12, block_size=B, order="priority", max_model_len=40, policy=policy, max_num_seqs=2)
+    engine = ToyEngine(
+        num_blocks=12, block_size=B, order="priority", max_model_len=40, scheduler=policy, max_num_seqs=2
+    )
     for i in range(12):
         engine.add(f"r{i}", [i] * 9, 8, priority=3)
         engine.step()
@@ -202,7 +204,7 @@ def test_without_the_order_priority_nobody_is_displaced():
 def test_nobody_waits_for_ever_under_endless_arrivals(policy, order):
     """The victim is the one that its order likes least; the age limit bounds its waiting."""
     engine = ToyEngine(
-        num_blocks=24, block_size=B, max_model_len=60, max_num_seqs=3, policy=policy, order=order, age_limit_s=30.0,
+        num_blocks=24, block_size=B, max_model_len=60, max_num_seqs=3, scheduler=policy, order=order, age_limit_s=30.0,
         num_host_blocks=20,
     )  # fmt: skip
     victim = {"priority": 9, "tenant": "busy"}
@@ -223,7 +225,7 @@ def test_nobody_waits_for_ever_under_endless_arrivals(policy, order):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_preemptions_of_a_request_are_bounded(policy):
-    engine = ToyEngine(num_blocks=14, block_size=B, max_model_len=48, max_num_seqs=6, policy=policy)
+    engine = ToyEngine(num_blocks=14, block_size=B, max_model_len=48, max_num_seqs=6, scheduler=policy)
     for i in range(30):
         engine.add(f"r{i}", [i] * (3 + i % 11), 20)
         engine.step()
@@ -340,7 +342,7 @@ def test_a_third_party_brings_a_policy(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="unknown order 'x'; there are .*least-served"):
             ToyEngine(order="x")
         with pytest.raises(ConfigError, match=r"'least-served' has no method run\(\)"):
-            ToyEngine(policy="least-served")
+            ToyEngine(scheduler="least-served")
     finally:
         sys.modules.pop("least_served", None)
 

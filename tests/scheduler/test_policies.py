@@ -129,10 +129,10 @@ class FailsAtTheStart(VictimPolicy):
     ("setting", "policy", "message"),
     [
         ("order", Lazy, r"order: 'Lazy' has no method key\(\), so it cannot serve as order"),
-        ("policy", NoHooks, r"scheduler: 'NoHooks' has no method added\(\)"),
+        ("scheduler", NoHooks, r"scheduler: 'NoHooks' has no method added\(\)"),
         ("order", TwoArguments, r"order: 'TwoArguments': key\(\) has to take 1 arguments beside self .*now"),
         ("order", WrongFlag, "order: 'WrongFlag': displaces has to be True or False, got 'yes'"),
-        ("policy", PlainFromConfig, r"scheduler: 'PlainFromConfig': from_config\(\) has to be a classmethod"),
+        ("scheduler", PlainFromConfig, r"scheduler: 'PlainFromConfig': from_config\(\) has to be a classmethod"),
         ("victim_policy", FailsAtTheStart, r"'FailsAtTheStart' failed in from_config\(\): RuntimeError\('no luck'\)"),
         ("victim_policy", Shuffled(), "victim_policy: <.*Shuffled.* is neither a name nor a class"),
         ("victim_policy", "none", "unknown victim policy 'none'; there are last-in-rank, least-computed"),
@@ -159,7 +159,7 @@ class Whole(PhasePolicy):
 
 def test_a_policy_says_that_it_needs_whole_prompts():
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens: must be at least max_model_len \(100\)"):
-        ToyEngine(policy=Whole, max_model_len=100, max_num_batched_tokens=16)
+        ToyEngine(scheduler=Whole, max_model_len=100, max_num_batched_tokens=16)
     assert EngineConfig(scheduler=Whole).scheduler_config(max_model_len=4000).max_num_batched_tokens == 4000
 
 
@@ -195,10 +195,10 @@ FAILURES = {
     "admitted raises": ("order", ORDERS, "fair", "admitted", raises),
     "ended raises": ("order", ORDERS, "fair", "ended", raises),
     "tokens raises": ("order", ORDERS, "priority", "tokens", raises),
-    "run raises": ("policy", PHASES, "chunked", "run", raises),
-    "run raises halfway": ("policy", PHASES, "chunked", "run", raises_halfway),
-    "run misuses a verb": ("policy", PHASES, "chunked", "run", lambda self, step: step.admissions("whole")),
-    "run does nothing": ("policy", PHASES, "chunked", "run", lambda self, step: None),
+    "run raises": ("scheduler", PHASES, "chunked", "run", raises),
+    "run raises halfway": ("scheduler", PHASES, "chunked", "run", raises_halfway),
+    "run misuses a verb": ("scheduler", PHASES, "chunked", "run", lambda self, step: step.admissions("whole")),
+    "run does nothing": ("scheduler", PHASES, "chunked", "run", lambda self, step: None),
     "order raises": ("victim_policy", VICTIMS, "least-computed", "order", raises),
     "order repeats": ("victim_policy", VICTIMS, "least-computed", "order", lambda self, c: [c[0]] * 9),
     "order is no list": ("victim_policy", VICTIMS, "least-computed", "order", lambda self, candidates: 3),
@@ -214,7 +214,7 @@ def test_a_policy_that_fails_is_named_once_and_replaced(failure, after, caplog):
         caplog.clear()
         policy = failing(kind.builtin[name], method, after, how)
         with caplog.at_level(logging.ERROR, logger="treadle"):
-            Trace(seed, {"policy": "chunked", "order": "fcfs", setting: policy}).run()  # all requests are served
+            Trace(seed, {"scheduler": "chunked", "order": "fcfs", setting: policy}).run()  # all requests are served
         assert len(caplog.records) <= 1
         for record in caplog.records:
             num_replaced += 1
@@ -239,7 +239,7 @@ def test_the_schedulers_own_fault_is_not_the_policys(monkeypatch, caplog):
         raise EngineError("a bug")
 
     monkeypatch.setattr(Phases, "decodes", decodes)
-    engine = ToyEngine(policy=Backwards)
+    engine = ToyEngine(scheduler=Backwards)
     engine.add("a", [1])
     with pytest.raises(EngineError, match="a bug"):
         engine.step()

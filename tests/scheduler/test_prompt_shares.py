@@ -23,7 +23,12 @@ def prompt_tokens(report, name):
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
 def test_a_prompt_of_250_chunks_does_not_hold_up_twenty_short_ones(policy):
     engine = ToyEngine(
-        num_blocks=1200, block_size=B, policy=policy, max_num_seqs=32, max_num_batched_tokens=32, max_model_len=4400
+        num_blocks=1200,
+        block_size=B,
+        scheduler=policy,
+        max_num_seqs=32,
+        max_num_batched_tokens=32,
+        max_model_len=4400,
     )
     long = [i % 50 for i in range(4000)]
     engine.add("long", long, 2)
@@ -159,7 +164,7 @@ ARRIVAL = st.tuples(
 )
 def test_prompts_go_by_rank_and_long_ones_leave_half(policy, order, threshold, budget, pool, age_limit_s, arrivals):
     engine = ToyEngine(
-        num_blocks=pool, block_size=B, policy=policy, order=order, max_model_len=70, max_num_seqs=6,
+        num_blocks=pool, block_size=B, scheduler=policy, order=order, max_model_len=70, max_num_seqs=6,
         max_num_batched_tokens=budget, age_limit_s=age_limit_s, long_prefill_token_threshold=threshold,
     )  # fmt: skip
     scheduler = engine.scheduler

@@ -19,7 +19,7 @@ def test_a_swapped_request_stays_out_until_a_better_one_has_started(policy):
     """The best one holds a seat that the next one needs; the worst one would find room meanwhile, and fall again."""
     engine = ToyEngine(
         num_blocks=9, block_size=B, num_host_blocks=40, order="priority", preemption_mode="swap", max_model_len=36,
-        policy=policy, max_num_seqs=3, admission_headroom=0,
+        scheduler=policy, max_num_seqs=3, admission_headroom=0,
     )  # fmt: skip
     engine.add("best", [1] * 10, 24, priority=0)
     engine.add("ends soon", [2] * 12, 4, priority=4)
@@ -59,7 +59,7 @@ ARRIVAL = st.tuples(
 )
 def test_nobody_comes_back_before_a_better_one_that_waits(policy, order, pool, headroom, age_limit_s, arrivals):
     engine = ToyEngine(
-        num_blocks=pool, block_size=B, num_host_blocks=60, policy=policy, order=order, preemption_mode="swap",
+        num_blocks=pool, block_size=B, num_host_blocks=60, scheduler=policy, order=order, preemption_mode="swap",
         max_model_len=60, max_num_seqs=6, max_num_batched_tokens=20, admission_headroom=headroom,
         age_limit_s=age_limit_s,
     )  # fmt: skip

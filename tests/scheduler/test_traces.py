@@ -51,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=int(needed * host),
             block_size=block_size,
             enable_prefix_caching=prefix_caching,
-            policy=policy,
+            scheduler=policy,
             order=order,
             preemption_mode=mode,
             max_model_len=MAX_MODEL_LEN,

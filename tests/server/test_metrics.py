@@ -29,7 +29,7 @@ class Account:
 @pytest.mark.parametrize("policy", ["chunked", "prefill-first", "three-phase"])
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
 def test_latencies_are_from_token_to_token(policy, num_host_blocks):
-    engine = ToyEngine(num_blocks=12, num_host_blocks=num_host_blocks, policy=policy, max_model_len=40)
+    engine = ToyEngine(num_blocks=12, num_host_blocks=num_host_blocks, scheduler=policy, max_model_len=40)
     metrics = Metrics(engine.scheduler, "toy")
     engine.observers.append(metrics)
     account = Account(

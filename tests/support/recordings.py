@@ -7,11 +7,11 @@ from treadle.testing.toy import ToyEngine
 from treadle.trace.recorder import StepRecorder
 
 
-def record_run(path, policy="chunked"):
+def record_run(path):
     """A seeded trace with groups, beams, adapters, swaps and preemptions, recorded."""
     rng = random.Random(4)
     engine = ToyEngine(
-        num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, policy=policy, order="priority",
+        num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, order="priority",
         max_loras=1, admission_headroom=0,
     )  # fmt: skip
     recorder = StepRecorder(path, engine.scheduler, engine.clock)

@@ -145,7 +145,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         cache_config.num_blocks * backend.block_bytes / 2**20,
         cache_config.num_slots / max_model_len, max_model_len, cache_config.num_host_blocks,
         scheduler_config.max_num_seqs, scheduler_config.max_num_batched_tokens,
-        policy_name(scheduler_config.policy), policy_name(scheduler_config.order),
+        policy_name(scheduler_config.scheduler), policy_name(scheduler_config.order),
     )  # fmt: skip
     return BuiltEngine(
         engine=engine,

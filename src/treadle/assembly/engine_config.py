@@ -11,7 +11,6 @@ from treadle.core.config import (
     DEFAULT_MAX_NUM_SEQS,
     DEFAULT_MODEL,
     MIN_MODEL_LEN,
-    PolicyChoice,
     SchedulerConfig,
     SchedulingSettings,
 )
@@ -27,7 +26,6 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 _model = partial(setting, group="model and processor")
 _cache = partial(setting, group="KV cache")
-_scheduling = partial(setting, group="scheduling")
 _requests = partial(setting, group="requests")
 _watching = partial(setting, group="watching")
 
@@ -85,12 +83,6 @@ class EngineConfig(SchedulingSettings):
     )
     enable_prefix_caching: bool = _cache(True, "share the KV of equal beginnings of prompts")
     swap_space: float = _cache(1.0, "GiB of memory for the blocks of swapped requests", metavar="GIB")
-    scheduler: PolicyChoice = _scheduling(  # noqa: RUF009 - a field
-        "chunked",
-        "phase policy: chunked (decodes first, prompts in what is left), three-phase (the same with whole prompts), "
-        "prefill-first (whole prompts, else decodes), phased (a step is all prompts or all decodes), or one of "
-        "another package",
-    )
     max_logprobs: int = _requests(20, "most logprobs that a request may ask for", low=0)
     log_stats_interval_s: float = _watching(
         5.0, "seconds between lines of statistics in the log; 0 for none", metavar="SECONDS"
@@ -122,7 +114,7 @@ class EngineConfig(SchedulingSettings):
             if needs_whole_prompts(self.scheduler):
                 budget = max(budget, max_model_len)
         sizes = {"max_model_len": max_model_len, "max_num_seqs": seats, "max_num_batched_tokens": budget}
-        return SchedulerConfig(policy=self.scheduler, **{**self.scheduling(), **sizes})
+        return SchedulerConfig(**{**self.scheduling(), **sizes})
 
 
 def parse_memory_size(field: str, value: Any) -> int:

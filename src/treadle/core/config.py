@@ -42,6 +42,12 @@ class SchedulingSettings:
         low=1,
         default_text=f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}; max_model_len if more, where prompts are computed whole",
     )
+    scheduler: PolicyChoice = _scheduling(  # noqa: RUF009 - a field
+        "chunked",
+        "phase policy: chunked (decodes first, prompts in what is left), three-phase (the same with whole prompts), "
+        "prefill-first (whole prompts, else decodes), phased (a step is all prompts or all decodes), or one of "
+        "another package",
+    )
     order: PolicyChoice = _scheduling(  # noqa: RUF009 - a field
         "fcfs",
         "which requests go first: fcfs, priority, shortest-first, fair (tenants take turns), deadline, least-slack, "
@@ -105,7 +111,6 @@ class SchedulerConfig(SchedulingSettings):
 
     Attributes:
         max_model_len, max_num_seqs, max_num_batched_tokens: as in SchedulingSettings.
-        policy: the phase policy, a name or a class.
         num_lookahead_slots: most drafts (tokens that the runner proposes) of a sequence that a step checks, for
             speculative decoding; they count as tokens, and are dropped where budget or blocks run out.
         max_loras: most LoRA adapters in one step.
@@ -114,7 +119,6 @@ class SchedulerConfig(SchedulingSettings):
     max_model_len: int = field()
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
-    policy: str | type[Any] = "chunked"
     num_lookahead_slots: int = 0
     max_loras: int = 1
 
@@ -131,7 +135,7 @@ class SchedulerConfig(SchedulingSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain data; policies by name."""
-        names = {name: policy_name(getattr(self, name)) for name in ("policy", "order", "victim_policy")}
+        names = {name: policy_name(getattr(self, name)) for name in ("scheduler", "order", "victim_policy")}
         return asdict(self) | names
 
     @property

@@ -55,10 +55,10 @@ class Scheduler:
                 f"must be at most the {cache_config.num_slots} tokens that the KV pool holds "
                 f"({cache_config.num_blocks} blocks of {cache_config.block_size}); got {config.max_model_len}",
             )
-        if needs_whole_prompts(config.policy) and config.max_num_batched_tokens < config.max_model_len:
+        if needs_whole_prompts(config.scheduler) and config.max_num_batched_tokens < config.max_model_len:
             raise ConfigError(
                 "max_num_batched_tokens",
-                f"must be at least max_model_len ({config.max_model_len}) under {config.policy!r}, which "
+                f"must be at least max_model_len ({config.max_model_len}) under {config.scheduler!r}, which "
                 f"computes prompts whole; got {config.max_num_batched_tokens}",
             )
         self.config = config

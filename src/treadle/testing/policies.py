@@ -22,7 +22,7 @@ def check_policy(policy: type[Any], num_traces: int = 12) -> None:
         policy: a subclass of PhasePolicy, QueueOrder or VictimPolicy.
         num_traces: how many traces to run.
     """
-    bases = {PhasePolicy: "policy", QueueOrder: "order", VictimPolicy: "victim_policy"}
+    bases = {PhasePolicy: "scheduler", QueueOrder: "order", VictimPolicy: "victim_policy"}
     settings = [setting for base, setting in bases.items() if issubclass(policy, base)]
     assert len(settings) == 1, f"{policy.__name__} has to be a PhasePolicy, a QueueOrder or a VictimPolicy"
     errors: list[str] = []
@@ -60,13 +60,13 @@ class Trace:
         needed = -(-MAX_MODEL_LEN // block_size)
         self.max_num_seqs = rng.randint(1, 6)
         scheduler = {
-            "policy": rng.choice(["chunked", "three-phase", "prefill-first", "phased"]),
+            "scheduler": rng.choice(["chunked", "three-phase", "prefill-first", "phased"]),
             "order": rng.choice(["fcfs", "priority", "shortest-first"]),
             "preemption_mode": rng.choice(["auto", "recompute", "swap"]),
             **settings,
         }
-        is_whole = scheduler["policy"] in ("three-phase", "prefill-first") or getattr(
-            scheduler["policy"], "needs_whole_prompts", False
+        is_whole = scheduler["scheduler"] in ("three-phase", "prefill-first") or getattr(
+            scheduler["scheduler"], "needs_whole_prompts", False
         )
         self.engine = ToyEngine(
             num_blocks=int(needed * rng.choice([1.0, 1.3, 2.0, 6.0])),

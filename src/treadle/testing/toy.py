@@ -232,7 +232,7 @@ class ToyEngine:
         scheduler.setdefault("max_model_len", num_blocks * block_size)
         scheduler.setdefault("max_num_seqs", 8)
         scheduler.setdefault("max_num_batched_tokens", 16)
-        if scheduler.get("policy") in ("three-phase", "prefill-first"):
+        if scheduler.get("scheduler") in ("three-phase", "prefill-first"):
             scheduler["max_num_batched_tokens"] = max(scheduler["max_num_batched_tokens"], scheduler["max_model_len"])
         self.clock = VirtualClock()
         self.scheduler = Scheduler(

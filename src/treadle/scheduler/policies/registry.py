@@ -55,7 +55,7 @@ class Kind(NamedTuple):
 
 PHASES = Kind(
     "scheduler",
-    "policy",
+    "phase policy",
     PhasePolicy,
     {"chunked": Chunked, "three-phase": ThreePhase, "prefill-first": PrefillFirst, "phased": Phased},
     {"run": 1},
@@ -89,7 +89,7 @@ VICTIMS = Kind(
 
 def check_policies(config: SchedulerConfig) -> None:
     """Raise ConfigError for a policy that does not exist or cannot do what it has to."""
-    find(PHASES, config.policy)
+    find(PHASES, config.scheduler)
     find(ORDERS, config.order)
     find(VICTIMS, config.victim_policy)
 
@@ -101,7 +101,7 @@ def needs_whole_prompts(policy: str | type[Any]) -> bool:
 
 def make_phase_policy(config: SchedulerConfig) -> PhasePolicy:
     """The phase policy of `config`, with its settings; ConfigError if there is none."""
-    policy: PhasePolicy = _make(PHASES, config.policy, config)
+    policy: PhasePolicy = _make(PHASES, config.scheduler, config)
     return policy
 
 
