@@ -97,7 +97,7 @@ def test_the_step_table_tells_what_happened(tiny):
 def test_stats_are_logged_once_per_interval(tiny, caplog):
     caplog.set_level("INFO", logger="treadle")
     engine = TestEngine(tiny.loaded, tiny.weights)
-    engine.engine.add_observer(StatsLogger(engine.scheduler, engine.engine.clock, interval_s=1e-9))
+    engine.engine.add_observer(StatsLogger(engine.engine.stats, engine.engine.clock, interval_s=1e-9))
     engine.add("a", [1, 2, 3], GREEDY)
     engine.run()
     lines = [r.message for r in caplog.records if r.message.startswith("prompt ")]

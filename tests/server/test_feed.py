@@ -42,7 +42,7 @@ def test_clients_join_fall_behind_and_catch_up(monkeypatch):
     monkeypatch.setattr("treadle.server.feed.HEARTBEAT_S", 0.01)
     engine = ToyEngine(num_blocks=30, block_size=4, max_model_len=100, admission_headroom=0)
     scheduler = engine.scheduler
-    feed = StepFeed(scheduler, engine.clock, BetweenSteps())
+    feed = StepFeed(scheduler.snapshot, 30, engine.clock, BetweenSteps())
     engine.observers.append(feed)
     at_last_plan = {}
 

@@ -30,7 +30,7 @@ class Account:
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
 def test_latencies_are_from_token_to_token(policy, num_host_blocks):
     engine = ToyEngine(num_blocks=12, num_host_blocks=num_host_blocks, scheduler=policy, max_model_len=40)
-    metrics = Metrics(engine.scheduler, "toy")
+    metrics = Metrics(engine.scheduler.stats, engine.scheduler.cache_config, "toy")
     engine.observers.append(metrics)
     account = Account(
         [engine.add(str(i), [10 * i + j for j in range(6)], max_tokens=20, n=1 + (i == 1)) for i in range(4)]

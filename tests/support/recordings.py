@@ -14,7 +14,7 @@ def record_run(path):
         num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, order="priority",
         max_loras=1, admission_headroom=0,
     )  # fmt: skip
-    recorder = StepRecorder(path, engine.scheduler, engine.clock)
+    recorder = StepRecorder(path, engine.scheduler.config, engine.scheduler.cache_config, engine.clock)
     engine.observers.append(recorder)
     for i in range(25):
         adapter = rng.choice([0, 0, 1, 2])

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from support.recordings import record_run
-from treadle.core.errors import ConfigError, InvalidRequestError
-from treadle.testing.toy import ToyEngine
+from treadle.core.clock import SystemClock
+from treadle.core.config import CacheConfig, SchedulerConfig
+from treadle.core.errors import ConfigError, UsageError
 from treadle.trace.recorder import StepRecorder
 from treadle.trace.recording import Recording
 
@@ -79,7 +80,7 @@ def test_the_story_of_a_request(run):
     assert "ended (length)" in story
     for p in engine.finished[name].metrics.preemptions:
         assert f"preempted in step {p.step} by {p.for_request_id} ({p.mode})" in story
-    with pytest.raises(InvalidRequestError, match="there is no request 'nobody'; there are r0, r1"):
+    with pytest.raises(UsageError, match="there is no request 'nobody'; there are r0, r1"):
         recording.story("nobody")
 
 
@@ -111,16 +112,16 @@ def test_the_chrome_trace(run):
 
 def test_broken_recordings_are_named(tmp_path):
     path = tmp_path / "run.jsonl"
-    with pytest.raises(InvalidRequestError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be read"):
         Recording(path)
     path.write_text("{}\n")
-    with pytest.raises(InvalidRequestError, match="is not a recording"):
+    with pytest.raises(UsageError, match="is not a recording"):
         Recording(path)
     path.write_text('{"treadle_recording": 1}\n')
-    with pytest.raises(InvalidRequestError, match="of format 1, but this version reads format 2"):
+    with pytest.raises(UsageError, match="of format 1, but this version reads format 2"):
         Recording(path)
     path.write_text('{"treadle_recording": 2}\n{"st\n{}\n')
-    with pytest.raises(InvalidRequestError, match="line 2: no JSON"):
+    with pytest.raises(UsageError, match="line 2: no JSON"):
         Recording(path)
 
 
@@ -133,6 +134,6 @@ def test_a_recording_cut_off_in_its_last_line_can_be_read(tmp_path):
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
-    engine = ToyEngine()
+    path, cache_config = tmp_path / "no" / "run.jsonl", CacheConfig(num_blocks=1)
     with pytest.raises(ConfigError, match="record: .* cannot be written"):
-        StepRecorder(tmp_path / "no" / "run.jsonl", engine.scheduler, engine.clock)
+        StepRecorder(path, SchedulerConfig(max_model_len=16), cache_config, SystemClock())

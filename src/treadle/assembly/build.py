@@ -111,9 +111,9 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     scheduler = Scheduler(scheduler_config, cache_config, clock)
     observers: list[Observer] = []
     if config.record is not None:
-        observers.append(StepRecorder(Path(config.record), scheduler, clock))
+        observers.append(StepRecorder(Path(config.record), scheduler_config, cache_config, clock))
     if config.log_stats_interval_s > 0:
-        observers.append(StatsLogger(scheduler, clock, config.log_stats_interval_s))
+        observers.append(StatsLogger(scheduler.stats, clock, config.log_stats_interval_s))
     limits = RequestLimits(
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,

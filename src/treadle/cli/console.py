@@ -13,7 +13,7 @@ from treadle.assembly.engine_config import EngineConfig
 from treadle.cli.options import engine_options, sampling_options
 from treadle.core.request import Request
 from treadle.core.sampling_params import SamplingParams
-from treadle.scheduler import Scheduler, StepOutputs, StepReport
+from treadle.scheduler import StepOutputs, StepReport
 
 if TYPE_CHECKING:
     from treadle import LLM
@@ -79,11 +79,11 @@ class RunStats:
     """Counts tokens, steps and blocks of a run, for the summary.
 
     Args:
-        scheduler: the engine's scheduler, for its blocks.
+        num_blocks: KV blocks of the device tier.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._start = time.monotonic()
         self._num_steps = 0
         self._num_prompt_tokens = 0
@@ -117,7 +117,7 @@ class RunStats:
             f"first token after {first * 1000:.0f} ms",
             f"{self._num_prompt_tokens} prompt tokens computed, {self._num_cached_tokens} from the cache",
             f"{self._num_steps} steps",
-            f"{self._peak_blocks} of {self._scheduler.kv.pool.num_blocks} KV blocks at the peak",
+            f"{self._peak_blocks} of {self._num_blocks} KV blocks at the peak",
         ]
         if self._num_preemptions:
             parts.append(f"{self._num_preemptions} preemptions")

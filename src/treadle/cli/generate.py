@@ -39,28 +39,27 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     prompts = _read_prompts(args)
     llm, params = load(args, log_stats=len(prompts) > 1)
-    if args.chat:
-        system = [{"role": "system", "content": args.system}] if args.system else []
-        prompts = [llm.render_chat([*system, {"role": "user", "content": prompt}]) for prompt in prompts]
-    stats, steps = RunStats(llm.engine.scheduler), StepTableObserver()
+    stats, steps = RunStats(llm.cache_config.num_blocks), StepTableObserver()
     llm.engine.add_observer(stats)
     if args.steps:
         llm.engine.add_observer(steps)
-    texts = [""] * len(prompts)
-    streams = len(prompts) == 1
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    conversations = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
     error = None
-    for output in llm.stream(prompts, params, add_special_tokens=not args.chat):
-        text = output.outputs[0].text
-        error = error or output.error
-        if streams:
-            print(text, end="", flush=True)
-        else:
-            texts[int(output.request_id)] += text  # the ids of a new LLM count from 0
-    if streams:
+    if len(prompts) == 1:
+        prompt = llm.render_chat(conversations[0]) if args.chat else prompts[0]
+        for output in llm.stream(prompt, params, add_special_tokens=not args.chat):
+            error = output.error
+            print(output.outputs[0].text, end="", flush=True)
         print()
     else:
-        for prompt, text in zip(prompts, texts, strict=True):
-            print(f"── {prompt!r}\n{text.strip()}\n")
+        if args.chat:
+            outputs = llm.chat(conversations, params, use_tqdm=False)
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        for output in outputs:
+            error = error or output.error
+            print(f"── {output.prompt!r}\n{output.outputs[0].text.strip()}\n")
     if args.steps:
         say("\n" + steps.table.render())
     say("\n" + stats.summary())

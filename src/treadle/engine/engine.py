@@ -11,7 +11,15 @@ from treadle.core.request import FinishReason, Request
 from treadle.core.request import Sequence as TokenSequence
 from treadle.engine.observers import Observer
 from treadle.engine.runner import Runner
-from treadle.scheduler import Scheduler, StepOutputs, StepPlan, StepReport, check_invariants
+from treadle.scheduler import (
+    Scheduler,
+    SchedulerSnapshot,
+    SchedulerStats,
+    StepOutputs,
+    StepPlan,
+    StepReport,
+    check_invariants,
+)
 
 logger = logging.getLogger("treadle")
 
@@ -67,6 +75,14 @@ class Engine:
         """Whether another step has something to do or to deliver."""
         scheduler = self.scheduler
         return bool(scheduler.num_unfinished_requests or scheduler.has_undelivered_requests or self._undelivered)
+
+    def stats(self) -> SchedulerStats:
+        """Lengths of the queues and use of the KV cache now. Safe to call from any thread."""
+        return self.scheduler.stats()
+
+    def snapshot(self) -> SchedulerSnapshot:
+        """Queues and blocks now; to be called between two steps."""
+        return self.scheduler.snapshot()
 
     def add_observer(self, observer: Observer) -> None:
         """Show every further step to `observer`."""

@@ -1,12 +1,12 @@
 """What watches steps. Without an observer a step pays nothing for it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from treadle.core.clock import Clock
 from treadle.core.request import Request
-from treadle.scheduler import Scheduler, StepOutputs, StepReport
+from treadle.scheduler import SchedulerStats, StepOutputs, StepReport
 
 logger = logging.getLogger("treadle")
 
@@ -32,13 +32,13 @@ class StatsLogger:
     """Logs one line every few seconds: throughput, queues, use of the KV cache.
 
     Args:
-        scheduler: whose cache is reported.
+        stats: the engine's statistics.
         clock: of the engine.
         interval_s: seconds between lines.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Clock, interval_s: float) -> None:
-        self._scheduler = scheduler
+    def __init__(self, stats: Callable[[], SchedulerStats], clock: Clock, interval_s: float) -> None:
+        self._stats = stats
         self._clock = clock
         self._interval_s = interval_s
         self._last_line = clock.now()
@@ -61,18 +61,18 @@ class StatsLogger:
         elapsed = now - self._last_line
         if elapsed < self._interval_s:
             return
-        kv = self._scheduler.kv
-        hit_rate = kv.num_prefix_hits / kv.num_prefix_queries if kv.num_prefix_queries else 0.0
+        stats = self._stats()
+        hit_rate = stats.num_prefix_hits / stats.num_prefix_queries if stats.num_prefix_queries else 0.0
         logger.info(
             "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, swapped %d, preempted %d, "
             "KV cache %.1f %%, prefix cache hits %.1f %%",
             self._num_prompt_tokens / elapsed,
             self._num_output_tokens / elapsed,
-            len(self._scheduler.batch),
-            len(self._scheduler.waiting),
-            len(self._scheduler.swapped),
+            stats.num_running_sequences,
+            stats.num_waiting_requests,
+            stats.num_swapped_requests,
             self._num_preemptions,
-            100 * kv.usage,
+            100 * stats.kv_cache_usage,
             100 * hit_rate,
         )
         self._reset(now)

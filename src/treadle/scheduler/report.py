@@ -7,6 +7,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from treadle.core.config import CacheConfig, SchedulerConfig
 from treadle.core.request import IntArray, Request, Sequence, TimeArray
 from treadle.scheduler.plan import NO_NUMBERS, StepPlan, TokenLogprobs
 from treadle.scheduler.state import SchedulerState
@@ -149,6 +150,52 @@ class StepDetails:
     arrived: tuple[Arrival, ...]
     num_blocks: dict[str, int]
     holders: BlockHolders
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Lengths of the queues and use of the KV cache at one moment.
+
+    Attributes:
+        num_waiting_requests, num_running_requests, num_swapped_requests: requests in each queue.
+        num_running_sequences: sequences of the running requests.
+        kv_cache_usage: fraction of the device tier that sequences hold, 0 to 1.
+        num_blocks: blocks by state, see `count_blocks`.
+        num_prefix_queries, num_prefix_hits: tokens looked up and found in the prefix cache so far.
+    """
+
+    num_waiting_requests: int
+    num_running_requests: int
+    num_swapped_requests: int
+    num_running_sequences: int
+    kv_cache_usage: float
+    num_blocks: dict[str, int]
+    num_prefix_queries: int
+    num_prefix_hits: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SchedulerSnapshot:
+    """Queues and blocks between two steps. The requests are the live ones: read them before the next step.
+
+    Attributes:
+        time: seconds on the engine's clock.
+        step: number of the latest step.
+        waiting, running, swapped: requests of each queue in rank order.
+        num_blocks: blocks by state, see `count_blocks`.
+        holders: who holds which block.
+        config, cache_config: the scheduler's settings.
+    """
+
+    time: float
+    step: int
+    waiting: tuple[Request, ...]
+    running: tuple[Request, ...]
+    swapped: tuple[Request, ...]
+    num_blocks: dict[str, int]
+    holders: BlockHolders
+    config: SchedulerConfig
+    cache_config: CacheConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,8 +23,9 @@ from treadle.scheduler.policies.base import Moment
 from treadle.scheduler.policies.registry import needs_whole_prompts
 from treadle.scheduler.queue import RankedQueue
 from treadle.scheduler.report import (
-    BlockHolders,
     PreemptionMode,
+    SchedulerSnapshot,
+    SchedulerStats,
     StepOutputs,
     StepReport,
     block_holders,
@@ -44,6 +45,7 @@ class Scheduler:
         clock: where times come from.
 
     Attributes:
+        config, cache_config: as given.
         report: what became of whom in planning the latest step.
         wants_details: whether reports are to have details.
     """
@@ -62,6 +64,7 @@ class Scheduler:
                 f"computes prompts whole; got {config.max_num_batched_tokens}",
             )
         self.config = config
+        self.cache_config = cache_config
         self._clock = clock or SystemClock()
         kv = KVCacheManager(
             num_blocks=cache_config.num_blocks,
@@ -124,13 +127,35 @@ class Scheduler:
         """Whether requests have ended that `take_finished` has not handed out."""
         return bool(self._state.finished)
 
-    def count_blocks(self) -> dict[str, int]:
-        """How many blocks of the two tiers are in which state, see `report.count_blocks`."""
-        return count_blocks(self._state)
+    def stats(self) -> SchedulerStats:
+        """Lengths of the queues and use of the KV cache now. Cheap, and safe to call from any thread."""
+        state, kv = self._state, self._state.kv
+        num_waiting, num_swapped = len(state.waiting), len(state.swapped)
+        return SchedulerStats(
+            num_waiting_requests=num_waiting,
+            num_running_requests=len(state.requests) - num_waiting - num_swapped,
+            num_swapped_requests=num_swapped,
+            num_running_sequences=len(state.batch),
+            kv_cache_usage=kv.usage,
+            num_blocks=count_blocks(state),
+            num_prefix_queries=kv.num_prefix_queries,
+            num_prefix_hits=kv.num_prefix_hits,
+        )
 
-    def block_holders(self) -> BlockHolders:
-        """Who holds which block of the device tier now."""
-        return block_holders(self._state)
+    def snapshot(self) -> SchedulerSnapshot:
+        """Queues and blocks now; to be called between two steps."""
+        state = self._state
+        return SchedulerSnapshot(
+            time=self._clock.now(),
+            step=state.step,
+            waiting=tuple(state.waiting),
+            running=tuple(state.batch.running_requests()),
+            swapped=tuple(state.swapped),
+            num_blocks=count_blocks(state),
+            holders=block_holders(state),
+            config=self.config,
+            cache_config=self.cache_config,
+        )
 
     def unfinished_requests(self) -> list[Request]:
         """Every request that is waiting, running or swapped, in order of arrival."""

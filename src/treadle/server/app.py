@@ -63,10 +63,11 @@ def create_app(
         grace_s: seconds that unfinished requests have to finish when the server stops.
     """
     service = Service(built, model_name)
-    metrics = Metrics(built.engine.scheduler, model_name)
-    feed = StepFeed(built.engine.scheduler, built.engine.clock, service.engine)
-    built.engine.add_observer(metrics)
-    built.engine.add_observer(feed)
+    engine, cache_config = built.engine, built.cache_config
+    metrics = Metrics(engine.stats, cache_config, model_name)
+    feed = StepFeed(engine.snapshot, cache_config.num_blocks, engine.clock, service.engine)
+    engine.add_observer(metrics)
+    engine.add_observer(feed)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -8,7 +8,7 @@ from typing import Any
 from treadle.core.clock import Clock
 from treadle.core.request import Request
 from treadle.engine.async_engine import AsyncEngine
-from treadle.scheduler import Scheduler, StepOutputs, StepReport
+from treadle.scheduler import SchedulerSnapshot, StepOutputs, StepReport
 from treadle.trace.state_record import describe_state
 from treadle.trace.step_record import StepDescriber, StepRecord
 
@@ -40,16 +40,18 @@ class StepFeed:
     """An observer that describes steps while at least one client follows, and costs nothing otherwise.
 
     Args:
-        scheduler: the engine's scheduler.
+        snapshot: the engine's queues and blocks; called in its thread, between two steps.
+        num_blocks: KV blocks of the device tier.
         clock: the engine's clock.
         engine: runs the steps.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Clock, engine: AsyncEngine) -> None:
-        self._scheduler = scheduler
-        self._clock = clock
+    def __init__(
+        self, snapshot: Callable[[], SchedulerSnapshot], num_blocks: int, clock: Clock, engine: AsyncEngine
+    ) -> None:
+        self._snapshot = snapshot
         self._engine = engine
-        self._describer = StepDescriber(scheduler, clock)
+        self._describer = StepDescriber(num_blocks, clock)
         self._followers: set[_Follower] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -109,8 +111,8 @@ class StepFeed:
         If other clients follow, the blocks are those of the last record, because the next record holds the changes
         since then.
         """
+        snapshot = self._snapshot()
         if not self._followers - {follower}:
-            self._describer.catch_up()
+            self._describer.catch_up(snapshot.holders)
         self._followers.add(follower)
-        state = describe_state(self._scheduler, self._clock.now())
-        return {**state, "block_changes": self._describer.blocks.everything()}
+        return {**describe_state(snapshot), "block_changes": self._describer.blocks.everything()}

@@ -5,7 +5,7 @@ An observer counts in the engine's thread, a few additions per step; a scrape re
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from treadle.core.config import CacheConfig
 from treadle.core.request import Request
-from treadle.scheduler import Scheduler, StepOutputs, StepReport
+from treadle.scheduler import SchedulerStats, StepOutputs, StepReport
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
@@ -79,13 +80,15 @@ class Metrics(Collector):
     """Observes the engine's steps and reports them to Prometheus.
 
     Args:
-        scheduler: the engine's scheduler.
+        stats: the engine's statistics; called at every scrape.
+        cache_config: shape of the KV cache.
         model_name: value of the label `model_name`.
     """
 
-    def __init__(self, scheduler: Scheduler, model_name: str) -> None:
+    def __init__(self, stats: Callable[[], SchedulerStats], cache_config: CacheConfig, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._scheduler = scheduler
+        self._stats = stats
+        self._cache_config = cache_config
         self._labels = [model_name, "0"]
         self._num_prompt_tokens = 0
         self._num_recomputed_tokens = 0
@@ -159,15 +162,15 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metric families, for a scrape."""
-        scheduler, kv = self._scheduler, self._scheduler.kv
-        yield self._gauge("vllm:num_requests_running", "Requests in the running queue.", self._num_running())
-        yield self._gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", len(scheduler.waiting))
-        yield self._gauge("treadle:num_requests_swapped", "Requests in the host tier.", len(scheduler.swapped))
-        yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use; 1 is all of them.", kv.usage)
+        stats, config = self._stats(), self._cache_config
+        yield self._gauge("vllm:num_requests_running", "Requests in the running queue.", stats.num_running_requests)
+        yield self._gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting_requests)
+        yield self._gauge("treadle:num_requests_swapped", "Requests in the host tier.", stats.num_swapped_requests)
+        yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use; 1 is all of them.", stats.kv_cache_usage)
         yield self._counter(
-            "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", kv.num_prefix_queries
+            "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.num_prefix_queries
         )
-        yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", kv.num_prefix_hits)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_prefix_hits)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens computed, each once.", self._num_prompt_tokens)
         yield self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", self._num_cached_tokens
@@ -184,21 +187,16 @@ class Metrics(Collector):
             "treadle:refusals", "Steps in which the first waiting request was refused.", "reason", self._refusals
         )
         yield self._by("treadle:block_moves", "Blocks swapped and copied.", "move", self._block_moves)
-        states = scheduler.count_blocks()
-        blocks = {state: states[state] for state in ("free", "cached", "referenced")}
+        blocks = {state: stats.num_blocks[state] for state in ("free", "cached", "referenced")}
         yield self._by("treadle:kv_blocks", "KV blocks by state.", "state", blocks, GaugeMetricFamily)
         for name, histogram in self._histograms.items():
             text = HISTOGRAMS[name][0]
             yield histogram.family(name, text, self._labels)
             if name in OLDER_NAMES:
                 yield histogram.family(OLDER_NAMES[name], text, self._labels)
-        sizes = (kv.block_size, kv.pool.num_blocks, kv.host_pool.num_blocks)
+        sizes = (config.block_size, config.num_blocks, config.num_host_blocks)
         labels = ("block_size", "num_gpu_blocks", "num_cpu_blocks")
         yield self._family(GaugeMetricFamily, "vllm:cache_config_info", "The KV pool.", labels, {sizes: 1})
-
-    def _num_running(self) -> int:
-        scheduler = self._scheduler
-        return scheduler.num_unfinished_requests - len(scheduler.waiting) - len(scheduler.swapped)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._family(GaugeMetricFamily, name, text, (), {(): value})

@@ -66,8 +66,7 @@ class Service:
 
     async def scheduler_state(self) -> dict[str, Any]:
         """The queues and what runs, between two steps; EngineError if the engine is dead."""
-        engine = self._built.engine
-        return await self.engine.call(lambda: describe_state(engine.scheduler, engine.clock.now()))
+        return await self.engine.call(lambda: describe_state(self._built.engine.snapshot()))
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless `name` is the served model or None."""

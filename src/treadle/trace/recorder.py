@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TextIO
 
 from treadle.core.clock import Clock
+from treadle.core.config import CacheConfig, SchedulerConfig
 from treadle.core.errors import ConfigError
 from treadle.core.request import Request
-from treadle.scheduler import Scheduler, StepOutputs, StepReport
+from treadle.scheduler import StepOutputs, StepReport
 from treadle.trace.step_record import StepDescriber, StepRecord, describe_wait_reasons
 
 FORMAT = 2
@@ -24,7 +25,7 @@ class StepRecorder:
 
     Args:
         path: the file, written anew.
-        scheduler: of the engine.
+        config, cache_config: of the scheduler.
         clock: of the engine.
 
     Attributes:
@@ -37,22 +38,21 @@ class StepRecorder:
 
     wants_details = True
 
-    def __init__(self, path: Path, scheduler: Scheduler, clock: Clock) -> None:
+    def __init__(self, path: Path, config: SchedulerConfig, cache_config: CacheConfig, clock: Clock) -> None:
         try:
             self._file: TextIO = path.open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError("record", f"{path} cannot be written ({error})") from error
         # An engine has no end of its own: the file is finished with the recorder, or with the program.
         self.close = weakref.finalize(self, self._file.close)
-        self._describer = StepDescriber(scheduler, clock)
-        kv = scheduler.kv
+        self._describer = StepDescriber(cache_config.num_blocks, clock)
         self._write(
             {
                 "treadle_recording": FORMAT,
-                "block_size": kv.block_size,
-                "num_blocks": kv.pool.num_blocks,
-                "num_host_blocks": kv.host_pool.num_blocks,
-                "scheduler": scheduler.config.to_dict(),
+                "block_size": cache_config.block_size,
+                "num_blocks": cache_config.num_blocks,
+                "num_host_blocks": cache_config.num_host_blocks,
+                "scheduler": config.to_dict(),
                 "wait_reasons": describe_wait_reasons(),
             }
         )

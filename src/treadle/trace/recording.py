@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from treadle.core.errors import InvalidRequestError
+from treadle.core.errors import UsageError
 from treadle.trace.recorder import FORMAT
 from treadle.trace.step_record import StepRecord
 from treadle.trace.step_table import StepTable, step_cells, step_kinds
@@ -23,14 +23,14 @@ class Recording:
         records: one per step.
 
     Raises:
-        InvalidRequestError: the file cannot be read, or is no recording.
+        UsageError: the file cannot be read, or is no recording.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError("RUN.jsonl", f"{path} cannot be read ({error})") from error
+            raise UsageError("RUN.jsonl", f"{path} cannot be read ({error})") from error
         parsed: list[Any] = []
         for number, line in enumerate(lines, start=1):
             try:
@@ -38,12 +38,12 @@ class Recording:
             except ValueError as error:
                 if number == len(lines):  # the run was stopped while it wrote
                     break
-                raise InvalidRequestError("RUN.jsonl", f"{path}, line {number}: no JSON ({error})") from error
+                raise UsageError("RUN.jsonl", f"{path}, line {number}: no JSON ({error})") from error
         header = parsed[0] if parsed else None
         if not isinstance(header, dict) or "treadle_recording" not in header:
-            raise InvalidRequestError("RUN.jsonl", f"{path} is not a recording")
+            raise UsageError("RUN.jsonl", f"{path} is not a recording")
         if header["treadle_recording"] != FORMAT:
-            raise InvalidRequestError(
+            raise UsageError(
                 "RUN.jsonl",
                 f"{path} is a recording of format {header['treadle_recording']!r}, but this version reads format "
                 f"{FORMAT}; record the run again",
@@ -67,11 +67,11 @@ class Recording:
         """What happened to one request, a line for each change.
 
         Raises:
-            InvalidRequestError: there is no such request.
+            UsageError: there is no such request.
         """
         if name not in self.requests():
             known = ", ".join(self.requests()[:20])
-            raise InvalidRequestError("--request", f"there is no request {name!r}; there are {known}")
+            raise UsageError("--request", f"there is no request {name!r}; there are {known}")
         lines: list[str] = []
         before: str | None = None
         first = last = 0

@@ -3,33 +3,26 @@
 from typing import Any
 
 from treadle.core.request import Request
-from treadle.scheduler import Scheduler
+from treadle.scheduler import SchedulerSnapshot
 from treadle.trace.step_record import describe_wait_reasons
 
 
-def describe_state(scheduler: Scheduler, now: float) -> dict[str, Any]:
-    """The queues with each request's progress, the blocks, the settings, and the texts of the reasons to wait.
-
-    Args:
-        scheduler: between two steps.
-        now: seconds on the engine's clock.
-    """
-    waiting, swapped = list(scheduler.waiting), list(scheduler.swapped)
-    elsewhere = {request.request_id for request in [*waiting, *swapped]}
-    running = [r for r in scheduler.unfinished_requests() if r.request_id not in elsewhere]
+def describe_state(snapshot: SchedulerSnapshot) -> dict[str, Any]:
+    """The queues with each request's progress, the blocks, the settings, and the texts of the reasons to wait."""
+    now, cache_config = snapshot.time, snapshot.cache_config
     return {
-        "step": scheduler.num_steps,
+        "step": snapshot.step,
         "time": now,
-        "waiting": [_request(request, now) for request in waiting],
-        "running": [_request(request, now) for request in running],
-        "swapped": [_request(request, now) for request in swapped],
+        "waiting": [_request(request, now) for request in snapshot.waiting],
+        "running": [_request(request, now) for request in snapshot.running],
+        "swapped": [_request(request, now) for request in snapshot.swapped],
         "blocks": {
-            "total": scheduler.kv.pool.num_blocks,
-            **scheduler.count_blocks(),
-            "size": scheduler.kv.block_size,
-            "host_total": scheduler.kv.host_pool.num_blocks,
+            "total": cache_config.num_blocks,
+            **snapshot.num_blocks,
+            "size": cache_config.block_size,
+            "host_total": cache_config.num_host_blocks,
         },
-        "scheduler": scheduler.config.to_dict(),
+        "scheduler": snapshot.config.to_dict(),
         "wait_reasons": describe_wait_reasons(),
     }
 

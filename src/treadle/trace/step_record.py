@@ -22,7 +22,8 @@ from typing import Any
 
 from treadle.core.clock import Clock
 from treadle.core.request import Request
-from treadle.scheduler import RunKind, Scheduler, StepReport, WaitReason
+from treadle.scheduler import RunKind, StepReport, WaitReason
+from treadle.scheduler.report import BlockHolders
 from treadle.trace.block_map import BlockMap
 
 StepRecord = dict[str, Any]
@@ -32,20 +33,19 @@ class StepDescriber:
     """Makes the records of consecutive steps from reports with details.
 
     Args:
-        scheduler: that plans them.
+        num_blocks: of the device tier.
         clock: of the engine.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
-        self._scheduler = scheduler
+    def __init__(self, num_blocks: int, clock: Clock) -> None:
         self._clock = clock
         self._finished: list[Request] = []
-        self.blocks = BlockMap(scheduler.kv.pool.num_blocks)
+        self.blocks = BlockMap(num_blocks)
 
-    def catch_up(self) -> None:
-        """Forget what earlier records have told: the next one starts from the blocks as they are now."""
+    def catch_up(self, holders: BlockHolders) -> None:
+        """Let the next record start from these holders of the blocks instead of from the previous record."""
         self._finished = []
-        self.blocks.changes(self._scheduler.block_holders())
+        self.blocks.changes(holders)
 
     def describe(self, report: StepReport | None, finished: Iterable[Request]) -> StepRecord | None:
         """The record of a step that has run; what has ended without a step is told with the next one.
