@@ -78,7 +78,7 @@ def test_the_step_table_tells_what_happened(tiny):
         tiny.loaded, tiny.weights, num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=8,
         admission_headroom=0, enable_prefix_caching=False,
     )  # fmt: skip
-    steps = StepTableObserver()
+    steps = StepTableObserver(engine.scheduler.cache_config.num_blocks, engine.engine.clock)
     engine.engine.add_observer(steps)
     engine.add("a", [5] * 2, GREEDY)
     engine.add("b", [6] * 8, GREEDY)

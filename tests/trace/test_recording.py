@@ -12,8 +12,10 @@ from support.recordings import record_run
 from treadle.core.clock import SystemClock
 from treadle.core.config import CacheConfig, SchedulerConfig
 from treadle.core.errors import ConfigError, UsageError
+from treadle.testing.toy import ToyEngine
 from treadle.trace.recorder import StepRecorder
 from treadle.trace.recording import Recording
+from treadle.trace.step_table import StepTableObserver
 
 TRACE = """
 import random, sys
@@ -137,3 +139,25 @@ def test_a_file_that_cannot_be_written(tmp_path):
     path, cache_config = tmp_path / "no" / "run.jsonl", CacheConfig(num_blocks=1)
     with pytest.raises(ConfigError, match="record: .* cannot be written"):
         StepRecorder(path, SchedulerConfig(max_model_len=16), cache_config, SystemClock())
+
+
+def test_requests_that_end_without_a_step_are_told_with_the_next_one(tmp_path):
+    path = tmp_path / "run.jsonl"
+    engine = ToyEngine()
+    scheduler = engine.scheduler
+    recorder = StepRecorder(path, scheduler.config, scheduler.cache_config, engine.clock)
+    steps = StepTableObserver(scheduler.cache_config.num_blocks, engine.clock)
+    engine.observers += [recorder, steps]
+    for name in ("a", "b"):
+        engine.add(name, [1, 2, 3], 4)
+    engine.step()
+    scheduler.abort("b")
+    ended = engine.collect()
+    assert [request.request_id for request in ended] == ["b"]
+    for observer in engine.observers:  # as an engine does between two steps
+        observer.on_step(None, None, ended)
+    engine.run()
+    recorder.close()
+    table = steps.table.render()
+    assert Recording(path).table() == table
+    assert "end: abort" in table.splitlines()[3]

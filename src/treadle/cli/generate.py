@@ -39,7 +39,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     prompts = _read_prompts(args)
     llm, params = load(args, log_stats=len(prompts) > 1)
-    stats, steps = RunStats(llm.cache_config.num_blocks), StepTableObserver()
+    stats, steps = (
+        RunStats(llm.cache_config.num_blocks),
+        StepTableObserver(llm.cache_config.num_blocks, llm.engine.clock),
+    )
     llm.engine.add_observer(stats)
     if args.steps:
         llm.engine.add_observer(steps)

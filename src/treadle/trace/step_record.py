@@ -57,14 +57,14 @@ class StepDescriber:
         self._finished += finished
         if report is None or report.details is None:
             return None
-        record = describe_step(report, self._finished)
+        record = _describe_step(report, self._finished)
         self._finished = []
         record["block_changes"] = self.blocks.changes(report.details.holders)
         record["duration"] = self._clock.now() - report.time
         return record
 
 
-def describe_step(report: StepReport, finished: Iterable[Request]) -> StepRecord:
+def _describe_step(report: StepReport, finished: Iterable[Request]) -> StepRecord:
     """The record of a step, but for the changes of blocks and the time that it took.
 
     Args:
@@ -113,18 +113,13 @@ def describe_step(report: StepReport, finished: Iterable[Request]) -> StepRecord
         "swaps_out": [list(pair) for pair in moves.swap_out],
         "swaps_in": [list(pair) for pair in moves.swap_in],
         "copies": [list(pair) for pair in moves.copy],
-        "finished": describe_finished(finished),
+        "finished": {request.request_id: _outcome(request) for request in finished},
     }
 
 
 def describe_wait_reasons() -> dict[str, str]:
     """Code → text of every reason to wait, for whoever shows records to people."""
     return {reason.value: reason.text for reason in WaitReason}
-
-
-def describe_finished(finished: Iterable[Request]) -> dict[str, dict[str, Any]]:
-    """What a record says of requests that ended with its step."""
-    return {request.request_id: _outcome(request) for request in finished}
 
 
 def _outcome(request: Request) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from treadle.core.clock import Clock
 from treadle.core.request import Request
 from treadle.scheduler import StepOutputs, StepReport, WaitReason
-from treadle.trace.step_record import StepRecord, describe_step
+from treadle.trace.step_record import StepDescriber, StepRecord
 
 
 class StepTable:
@@ -47,17 +48,24 @@ class StepTable:
 
 
 class StepTableObserver:
-    """Fills a StepTable while an engine runs."""
+    """Fills a StepTable while an engine runs, from the same records that a StepRecorder writes.
+
+    Args:
+        num_blocks: of the device tier.
+        clock: of the engine.
+    """
 
     wants_details = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int, clock: Clock) -> None:
         self.table = StepTable()
+        self._describer = StepDescriber(num_blocks, clock)
 
     def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
-        """Write down what the step did."""
-        if report is not None:
-            self.table.add(describe_step(report, finished))
+        """Add a row for the step; requests that ended without one are shown with the next."""
+        record = self._describer.describe(report, finished)
+        if record is not None:
+            self.table.add(record)
 
 
 def step_cells(record: StepRecord) -> dict[str, str]:
