@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from treadle.assembly.engine_config import EngineConfig, parse_memory_size, parse_swap_space
+from treadle.assembly.engine_config import EngineConfig
+from treadle.assembly.sizing import longest_model_len, size_kv_cache
 from treadle.backends import BackendSettings, choose_backend
 from treadle.core.clock import SystemClock
 from treadle.core.config import CacheConfig, RequestLimits, policy_name
-from treadle.core.errors import ConfigError, InvalidRequestError
-from treadle.core.memory import available_bytes
+from treadle.core.errors import InvalidRequestError
 from treadle.engine import Engine
 from treadle.engine.observers import Observer, StatsLogger
 from treadle.models.registry import load_model
-from treadle.models.spec import ModelSpec
 from treadle.runner import ModelRunner
 from treadle.scheduler import Scheduler
 from treadle.text import ChatTemplate, Tokenizer
@@ -27,9 +24,6 @@ from treadle.text.output_processor import OutputProcessor
 from treadle.trace.recorder import StepRecorder
 
 logger = logging.getLogger("treadle")
-
-KV_CACHE_SHARE_OF_FREE_MEMORY = 0.4
-MAX_DEFAULT_KV_CACHE_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     start = time.monotonic()
     loaded = load_model(config.model)
     model_config = loaded.config
-    max_model_len, reason = _max_model_len(config, model_config)
+    max_model_len, reason = longest_model_len(config, model_config)
     settings = BackendSettings(
         device=config.device,
         dtype=config.dtype,
@@ -98,7 +92,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         max_model_len=max_model_len,
     )
     backend = choose_backend(model_config, settings).open(model_config, loaded.weights, settings, on_progress)
-    cache_config = _cache_config(config, max_model_len, backend.block_bytes, backend.device)
+    cache_config = size_kv_cache(config, max_model_len, backend.block_bytes, backend.device)
     if max_model_len > cache_config.num_slots:
         reason = (
             f"the KV pool of {cache_config.num_blocks} blocks holds {cache_config.num_slots} tokens; "
@@ -157,67 +151,3 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         cache_config=cache_config,
         load_time_s=load_time_s,
     )
-
-
-def _max_model_len(config: EngineConfig, model: ModelSpec) -> tuple[int, str]:
-    """The length, and what set it."""
-    length, reason = model.max_position_embeddings, "the model's length"
-    if config.max_model_len is not None:
-        if config.max_model_len > length:
-            raise ConfigError(
-                "max_model_len",
-                f"must be at most {length}, the model's max_position_embeddings; got {config.max_model_len}",
-            )
-        length, reason = config.max_model_len, "as set"
-    if model.sliding_window is not None and model.sliding_window < length:
-        raise ConfigError(
-            "max_model_len",
-            f"is {length}, but the model attends only to the last {model.sliding_window} tokens, and sliding "
-            f"windows are not supported; set max_model_len to at most {model.sliding_window}",
-        )
-    return length, reason
-
-
-def _cache_config(config: EngineConfig, max_model_len: int, block_bytes: int, device: torch.device) -> CacheConfig:
-    if config.num_kv_blocks is not None:
-        num_blocks = config.num_kv_blocks
-        _check_fits("num_kv_blocks", num_blocks, num_blocks * block_bytes, device)
-    elif config.kv_cache_memory is not None:
-        num_bytes = parse_memory_size("kv_cache_memory", config.kv_cache_memory)
-        num_blocks = num_bytes // block_bytes
-        if num_blocks < 1:
-            raise ConfigError(
-                "kv_cache_memory",
-                f"must hold at least one block of {config.block_size} tokens, {block_bytes} bytes with this "
-                f"model; got {num_bytes}",
-            )
-        _check_fits("kv_cache_memory", config.kv_cache_memory, num_bytes, device)
-    else:
-        seats = config.scheduler_config(max_model_len).max_num_seqs
-        useful = seats * -(-max_model_len // config.block_size)
-        budget = int(_free_bytes(device) * KV_CACHE_SHARE_OF_FREE_MEMORY)
-        if device.type == "cpu":
-            budget = min(budget, MAX_DEFAULT_KV_CACHE_BYTES)
-        num_blocks = max(1, min(useful, budget // block_bytes))
-    return CacheConfig(
-        num_blocks=num_blocks,
-        num_host_blocks=parse_swap_space(config.swap_space) // block_bytes,
-        block_size=config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_bytes()
-
-
-def _check_fits(field: str, value: int | str, num_bytes: int, device: torch.device) -> None:
-    free = _free_bytes(device)
-    if num_bytes > free:
-        raise ConfigError(
-            field,
-            f"{value} makes a KV pool of {num_bytes / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB of "
-            f"{'memory' if device.type == 'cpu' else device.type + ' memory'} are free",
-        )
