@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.backends.inputs import IntArray, Rows, StepInputs
+from treadle.backends.inputs import Rows, StepInputs
+from treadle.core.request import IntArray
 from treadle.models.loaders.base import WeightSource
 from treadle.models.spec import ModelSpec
 from treadle.scheduler.plan import BlockMoves, TokenLogprobs

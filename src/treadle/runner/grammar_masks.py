@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from treadle.backends.inputs import IntArray
+from treadle.core.request import IntArray
 from treadle.runner.row_table import RowTable
 from treadle.text.grammar import Grammar, Matcher
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from treadle.backends.inputs import IntArray, StepInputs
+from treadle.backends.inputs import StepInputs
 from treadle.backends.protocol import Backend
+from treadle.core.request import IntArray
 from treadle.runner.row_table import RowTable
 from treadle.runner.sampler import Sampler
 from treadle.runner.step_inputs import flatten

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from treadle.backends.inputs import IntArray, SamplingRows
+from treadle.backends.inputs import SamplingRows
+from treadle.core.request import IntArray
 from treadle.core.sampling_params import SamplingParams
 from treadle.scheduler.plan import NewRow, StepPlan
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from treadle.backends.inputs import IntArray
 from treadle.backends.protocol import SamplingKernels, StepLogits
+from treadle.core.request import IntArray
 from treadle.runner.grammar_masks import GrammarMasks
 from treadle.runner.noise import uniform
 from treadle.runner.row_table import RowTable

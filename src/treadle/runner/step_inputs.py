@@ -7,7 +7,8 @@ The tokens of a step lie one after the other, entry by entry of the plan::
 
 import numpy as np
 
-from treadle.backends.inputs import IntArray, StepInputs
+from treadle.backends.inputs import StepInputs
+from treadle.core.request import IntArray
 from treadle.runner.row_table import RowTable
 from treadle.scheduler.plan import StepPlan
 

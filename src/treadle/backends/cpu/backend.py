@@ -8,8 +8,9 @@ from treadle.backends.cpu.arena import Arena
 from treadle.backends.cpu.library import kv_cache_struct
 from treadle.backends.cpu.model import NativeModel
 from treadle.backends.cpu.sampling import NativeSampling
-from treadle.backends.inputs import IntArray, StepInputs
+from treadle.backends.inputs import StepInputs
 from treadle.backends.protocol import SamplingKernels, StepLogits, describe_numbers
+from treadle.core.request import IntArray
 from treadle.scheduler.plan import BlockMoves
 
 NO_LOGITS = torch.empty(0, 0)

@@ -22,7 +22,6 @@ MAX_GROUP_SIZE = 64
 
 Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
 
 
 def _structure(name: str, fields: Sequence[tuple[str, Any]]) -> type[Structure]:

@@ -19,7 +19,6 @@ from treadle.backends.cpu.library import (
     MAX_HEAD_DIM,
     PANEL,
     FloatArray,
-    IntArray,
     LayerStruct,
     Library,
     ModelStruct,
@@ -28,6 +27,7 @@ from treadle.backends.cpu.library import (
     pointer,
 )
 from treadle.core.errors import UnsupportedModelError
+from treadle.core.request import IntArray
 from treadle.models.loaders.base import WeightSource
 from treadle.models.rope import rotary_tables
 from treadle.models.spec import (

@@ -7,7 +7,8 @@ import numpy.typing as npt
 import torch
 
 from treadle.backends.cpu.library import DrawsStruct, Library, PenaltiesStruct, ReportsStruct, pointer
-from treadle.backends.inputs import IntArray, Rows
+from treadle.backends.inputs import Rows
+from treadle.core.request import IntArray
 from treadle.scheduler.plan import TokenLogprobs
 
 

@@ -3,13 +3,14 @@
 import numpy as np
 import torch
 
-from treadle.backends.inputs import IntArray, StepInputs
+from treadle.backends.inputs import StepInputs
 from treadle.backends.protocol import SamplingKernels, StepLogits, describe_numbers
 from treadle.backends.torch import reference as kernels
 from treadle.backends.torch.batch_inputs import BatchInputs, make_batch_inputs
 from treadle.backends.torch.kv_storage import KVStorage
 from treadle.backends.torch.model import TorchModel
 from treadle.backends.torch.sampling import TorchSampling
+from treadle.core.request import IntArray
 from treadle.scheduler.plan import BlockMoves
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.backends.inputs import IntArray, Rows
+from treadle.backends.inputs import Rows
+from treadle.core.request import IntArray
 from treadle.scheduler.plan import TokenLogprobs
 
 CANDIDATES = 1024
