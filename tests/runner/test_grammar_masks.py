@@ -31,7 +31,7 @@ def test_the_next_sequence_in_a_row_does_not_inherit_an_error(compiler, embedded
         new = NewRow(0, tokens, 1, params, 0, 0, frozenset(), grammar.text, 0)
         table.take(StepPlan(1, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, new_rows=(new,)))
         logits = torch.zeros(1, embedded_model.config.vocab_size)
-        masks.apply(logits, np.zeros(1, dtype=np.int32), table, np.zeros(1, dtype=np.int32))
-        allowed.append((bool(masks.take_errors()), logits[0, encode("b")[0]].item()))
+        errors = masks.apply(logits, np.zeros(1, dtype=np.int32), table, np.zeros(1, dtype=np.int32))
+        allowed.append((bool(errors), logits[0, encode("b")[0]].item()))
     assert allowed[0][0]
     assert allowed[1] == (False, 0.0)

@@ -66,7 +66,7 @@ def sampler(request):
 def sample(sampler):
     def sample(logits, params, **kwargs):
         table, rows = rows_for([params], **kwargs)
-        tokens, logprobs = sample_rows(sampler, logits, table, rows)
+        tokens, logprobs, _ = sample_rows(sampler, logits, table, rows)
         return int(tokens[0]), logprobs.get(0)
 
     return sample
@@ -128,7 +128,7 @@ def test_sampled_frequencies_follow_the_distribution(sampler):
     n = 4000
     params = SamplingParams(temperature=1.3)
     table, rows = rows_for([params] * n, seeds=list(range(n)))
-    tokens, _ = sample_rows(sampler, logits.repeat(n, 1), table, rows)
+    tokens, _, _ = sample_rows(sampler, logits.repeat(n, 1), table, rows)
     counts = np.bincount(tokens, minlength=V)
     expected = (logits[0] / 1.3).softmax(-1).numpy() * n
     assert counts[8:].sum() == 0
@@ -154,7 +154,7 @@ def test_a_row_does_not_see_its_neighbours(sampler, sample):
     alone, _ = sample(logits_like(1), params, seeds=[11])
     others = [SamplingParams(temperature=0.0), SamplingParams(temperature=2.0, top_k=5), params]
     table, rows = rows_for(others, seeds=[1, 2, 11])
-    tokens, _ = sample_rows(sampler, torch.cat([logits_like(8, 2), logits_like(1)]), table, rows)
+    tokens, _, _ = sample_rows(sampler, torch.cat([logits_like(8, 2), logits_like(1)]), table, rows)
     assert tokens[2] == alone
     assert tokens[0] == int(logits_like(8, 2)[0].argmax())
 

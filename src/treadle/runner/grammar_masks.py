@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor
 
 
+RowErrors = tuple[tuple[int, str], ...]
+"""(row, why) for sequences that cannot go on."""
+
+
 class GrammarMasks:
     """Finds which tokens may come next, for all sequences of a step that have a grammar, in parallel.
 
@@ -26,21 +30,18 @@ class GrammarMasks:
         self._find_grammar = find_grammar
         self._threads = threads
         self._executor: LLExecutor | None = None
-        self._errors: list[tuple[int, str]] = []
-
-    def take_errors(self) -> tuple[tuple[int, str], ...]:
-        """(row, why) for sequences whose grammar turned out too complex to follow, each told once."""
-        errors, self._errors = tuple(self._errors), []
-        return errors
 
     @torch.inference_mode()
-    def apply(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
+    def apply(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> RowErrors:
         """Set the logits of forbidden tokens to -inf, in place.
 
         Args:
             values: float32 [.., V].
             place: int32 [n], row of `values` for each entry.
-            table, rows: whose the entries are, int32 [n]; a row may stand there several times.
+            table, rows: whose the entries are, int32 [n]; a row may occur several times.
+
+        Returns:
+            The rows whose grammar turned out to be too complex to follow, each once.
         """
         from llguidance import LLExecutor
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
@@ -52,14 +53,16 @@ class GrammarMasks:
         matchers = [self._matcher(table, row) for row in distinct.tolist()]
         masks = allocate_token_bitmask(len(matchers), vocab_size)
         fill_next_token_bitmask_par(self._executor, [(m.backend, i) for i, m in enumerate(matchers)], masks)
+        errors = []
         for row, matcher in zip(distinct.tolist(), matchers, strict=True):
             if (error := matcher.error) is not None:
                 table.matchers[row] = None  # it cannot be used again
-                self._errors.append((row, f"structured_outputs: {error}"))
+                errors.append((row, f"structured_outputs: {error}"))
         allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
         forbidden = torch.from_numpy(allowed == 0).to(values.device)
         for i, k in zip(place.tolist(), which.tolist(), strict=True):
             values[i].masked_fill_(forbidden[k], -torch.inf)
+        return tuple(errors)
 
     def _matcher(self, table: RowTable, row: int) -> Matcher:
         """The row's matcher, where its output is now."""

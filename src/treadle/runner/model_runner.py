@@ -1,18 +1,21 @@
 """Computes a StepPlan: one forward pass over all of its tokens, then a token where one is wanted."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
 from treadle.backends.inputs import StepInputs
 from treadle.backends.protocol import Backend
 from treadle.core.request import IntArray
+from treadle.runner.grammar_masks import RowErrors
 from treadle.runner.row_table import RowTable
 from treadle.runner.sampler import Sampler
 from treadle.runner.step_inputs import flatten
 from treadle.scheduler.plan import StepPlan, StepResult, TokenLogprobs
 from treadle.text.grammar import Grammar
+
+Candidates = dict[int, tuple[tuple[int, float], ...]]
+"""Entry of the plan → (token, log-probability), best first."""
 
 PROMPT_LOGPROBS_AT_ONCE = 32
 """Prompt positions whose logits are held at the same time."""
@@ -47,7 +50,6 @@ class ModelRunner:
         """Run one step."""
         if len(plan.drafts):
             raise NotImplementedError("this runner proposes no drafts, and cannot check any")
-        self._sampler.take_errors()  # of a step that failed
         self._table.take(plan)
         self._backend.move_blocks(plan.moves)
         if plan.is_empty:
@@ -55,15 +57,11 @@ class ModelRunner:
         inputs = flatten(plan, self._table)
         self._backend.forward(inputs)
         if plan.num_prefills or plan.candidates is not None:
-            result = self._answer(plan, inputs)
-        else:
-            token_ids, logprobs = self._sample(
-                inputs.run_ends, plan.rows, self._table.sampling.sequence_index[plan.rows]
-            )
-            self._table.append(plan.rows, token_ids)
-            result = StepResult(token_ids, logprobs=logprobs)
-        errors = self._sampler.take_errors()
-        return replace(result, errors=errors) if errors else result
+            return self._answer(plan, inputs)
+        sequence_index = self._table.sampling.sequence_index[plan.rows]
+        token_ids, logprobs, errors = self._sample(inputs.run_ends, plan.rows, sequence_index)
+        self._table.append(plan.rows, token_ids)
+        return StepResult(token_ids, logprobs=logprobs, errors=errors)
 
     def _answer(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
         """The answer to a step that has more than plain decodes."""
@@ -71,12 +69,14 @@ class ModelRunner:
         first = samples.cumsum() - samples
         rows = np.repeat(plan.rows, samples)
         sequence_index = self._table.sampling.sequence_index[rows]
-        for entry in np.flatnonzero(
-            samples > 1
-        ).tolist():  # a prompt forks: one token for each sequence of its request
+        # A prompt forks: one token for each sequence of its request.
+        for entry in np.flatnonzero(samples > 1).tolist():
             sequence_index[first[entry] : first[entry] + samples[entry]] = np.arange(samples[entry])
-        token_ids, logprobs = self._sample(np.repeat(inputs.run_ends, samples), rows, sequence_index)
-        candidates = {} if plan.candidates is None else self._find_candidates(plan.rows, plan.candidates, inputs)
+        token_ids, logprobs, errors = self._sample(np.repeat(inputs.run_ends, samples), rows, sequence_index)
+        candidates: Candidates = {}
+        if plan.candidates is not None:
+            candidates, beam_errors = self._find_candidates(plan.rows, plan.candidates, inputs)
+            errors += beam_errors
         prompt_logprobs = {}
         for entry in range(plan.num_prefills):
             entries = self._prompt_logprobs(inputs, entry)
@@ -85,30 +85,33 @@ class ModelRunner:
         sampled = np.flatnonzero(samples)
         # The other sequences of a fork are new rows of the next plan.
         self._table.append(plan.rows[sampled], token_ids[first[sampled]])
-        return StepResult(token_ids, logprobs=logprobs, candidates=candidates, prompt_logprobs=prompt_logprobs)
+        return StepResult(
+            token_ids, logprobs=logprobs, candidates=candidates, prompt_logprobs=prompt_logprobs, errors=errors
+        )
 
     def _sample(
         self, tokens: IntArray, rows: IntArray, sequence_index: IntArray
-    ) -> tuple[IntArray, dict[int, TokenLogprobs]]:
+    ) -> tuple[IntArray, dict[int, TokenLogprobs], RowErrors]:
         """Sample after each of the step's `tokens`, for the given rows and sequences of their requests."""
         if not len(tokens):
-            return tokens, {}
+            return tokens, {}, ()
         wanted = self._table.sampling.needs_logits[rows].nonzero()[0].astype(np.int32)
         logits = self._backend.logits(tokens, wanted)
         return self._sampler.sample(logits, self._table, rows, sequence_index)
 
-    def _find_candidates(
-        self, rows: IntArray, counts: IntArray, inputs: StepInputs
-    ) -> dict[int, tuple[tuple[int, float], ...]]:
-        """The most likely next tokens of the entries that ask for some."""
+    def _find_candidates(self, rows: IntArray, counts: IntArray, inputs: StepInputs) -> tuple[Candidates, RowErrors]:
+        """The most likely next tokens of the entries that ask for some, and the rows that cannot go on."""
         asking = np.flatnonzero(counts)
         if not len(asking):
-            return {}
+            return {}, ()
         logits = self._backend.logits(inputs.run_ends[asking], np.arange(len(asking), dtype=np.int32))
-        return {
-            entry: self._sampler.candidates(logits.values[k], self._table, int(rows[entry]), int(counts[entry]))
-            for k, entry in enumerate(asking.tolist())
-        }
+        candidates: Candidates = {}
+        errors: RowErrors = ()
+        for k, entry in enumerate(asking.tolist()):
+            row, count = int(rows[entry]), int(counts[entry])
+            candidates[entry], more = self._sampler.candidates(logits.values[k], self._table, row, count)
+            errors += more
+        return candidates, errors
 
     def _prompt_logprobs(self, inputs: StepInputs, run: int) -> tuple[TokenLogprobs, ...]:
         """For the prompt's tokens after each computed position, if the request asked."""

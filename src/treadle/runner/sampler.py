@@ -12,7 +12,7 @@ import torch
 
 from treadle.backends.protocol import SamplingKernels, StepLogits
 from treadle.core.request import IntArray
-from treadle.runner.grammar_masks import GrammarMasks
+from treadle.runner.grammar_masks import GrammarMasks, RowErrors
 from treadle.runner.noise import uniform
 from treadle.runner.row_table import RowTable
 from treadle.scheduler.plan import TokenLogprobs
@@ -34,13 +34,9 @@ class Sampler:
         self._kernels = kernels
         self._grammar_masks = GrammarMasks(find_grammar, threads)
 
-    def take_errors(self) -> tuple[tuple[int, str], ...]:
-        """(row, why) for sequences that cannot go on, each told once."""
-        return self._grammar_masks.take_errors()
-
     def sample(
         self, logits: StepLogits, table: RowTable, rows: IntArray, sequence_index: IntArray
-    ) -> tuple[IntArray, dict[int, TokenLogprobs]]:
+    ) -> tuple[IntArray, dict[int, TokenLogprobs], RowErrors]:
         """Choose a token for each place of the logits.
 
         Args:
@@ -50,11 +46,11 @@ class Sampler:
             sequence_index: int32 [n], for which sequence of its request each token is.
 
         Returns:
-            int32 [n], and place → log-probabilities for rows that asked.
+            The tokens, int32 [n]; place → log-probabilities, for rows that asked; the rows that cannot go on.
         """
         token_ids = logits.best
         if not len(logits.values):
-            return token_ids, {}
+            return token_ids, {}, ()
         sampling = table.sampling
         values, place = logits.values, logits.place
         is_edited = sampling.is_biased[rows] | sampling.is_penalized[rows]
@@ -62,7 +58,7 @@ class Sampler:
         raw, raw_place = values, place[reported]
         if is_edited[reported].any():
             raw, raw_place = values[torch.from_numpy(raw_place).to(values.device)], _numbers(len(reported))
-        self._edit(values, place, table, rows)
+        errors = self._edit(values, place, table, rows)
         drawn = np.flatnonzero(is_edited | ~sampling.is_greedy[rows])
         if len(drawn):
             own = rows[drawn]
@@ -70,9 +66,9 @@ class Sampler:
             noise = uniform(sampling.seed[own], sequence_index[drawn], output_position)
             token_ids[drawn] = self._kernels.draw(values, place[drawn], table, own, noise)
         if not len(reported):
-            return token_ids, {}
+            return token_ids, {}, errors
         entries = self.report(raw, raw_place, token_ids[reported], sampling.num_logprobs[rows[reported]])
-        return token_ids, dict(zip(reported.tolist(), entries, strict=True))
+        return token_ids, dict(zip(reported.tolist(), entries, strict=True)), errors
 
     def report(
         self, values: torch.Tensor, place: IntArray, token_ids: IntArray, num_top: IntArray
@@ -82,33 +78,38 @@ class Sampler:
 
     def candidates(
         self, logits: torch.Tensor, table: RowTable, row: int, count: int
-    ) -> tuple[tuple[int, float], ...]:
-        """The most likely next tokens of a beam with their log-probabilities, best first.
+    ) -> tuple[tuple[tuple[int, float], ...], RowErrors]:
+        """Find the most likely next tokens of a beam.
 
         Args:
             logits: float32 [V]; changed by what the request asks for (biases, penalties, …).
             table: the rows.
             row: the beam's.
             count: how many, at most V.
+
+        Returns:
+            (token, log-probability), best first; the row if it cannot go on.
         """
         values = logits[None]
-        self._edit(values, _numbers(1), table, np.array([row], dtype=np.int32))
+        errors = self._edit(values, _numbers(1), table, np.array([row], dtype=np.int32))
         num_top = np.array([min(count, len(logits))], dtype=np.int32)
         (entry,) = self._kernels.report(values, _numbers(1), _numbers(1), num_top)
-        return tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+        return tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)), errors
 
-    def _edit(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
-        """Make of the rows' logits what their requests ask for, in place: the first step of the module's list."""
+    def _edit(self, values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> RowErrors:
+        """Edit the rows' logits as their requests ask, in place; returns the rows that cannot go on."""
         sampling = table.sampling
+        errors: RowErrors = ()
         structured = np.flatnonzero(sampling.has_grammar[rows])
         if len(structured):
-            self._grammar_masks.apply(values, place[structured], table, rows[structured])
+            errors = self._grammar_masks.apply(values, place[structured], table, rows[structured])
         biased = np.flatnonzero(sampling.is_biased[rows])
         if len(biased):
             _bias(values, place[biased], table, rows[biased])
         penalized = np.flatnonzero(sampling.is_penalized[rows])
         if len(penalized):
             self._kernels.penalize(values, place[penalized], table, rows[penalized])
+        return errors
 
 
 def _numbers(count: int) -> IntArray:
