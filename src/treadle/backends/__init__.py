@@ -1,4 +1,4 @@
-"""What computes: a room for each kind of processor, and the choice among them. Needs torch."""
+"""Backends: a package for each kind of processor, and the choice between them. Needs torch."""
 
 import logging
 
@@ -10,14 +10,14 @@ from treadle.models.spec import ModelSpec
 logger = logging.getLogger("treadle")
 
 ROOMS: tuple[BackendRoom, ...] = (cpu, torch)
-"""Asked in this order."""
+"""In the order in which they are tried."""
 
 
 def choose_backend(spec: ModelSpec, settings: BackendSettings) -> BackendRoom:
-    """The first room that computes `spec` under `settings`.
+    """The first room that can compute `spec` with `settings`.
 
     Raises:
-        ConfigError: what was asked for does not work with this model on this machine.
+        ConfigError: no backend supports this model with these settings on this machine.
     """
     reasons = []
     for room in ROOMS:
@@ -25,7 +25,7 @@ def choose_backend(spec: ModelSpec, settings: BackendSettings) -> BackendRoom:
         if reason is None:
             return room
         reasons.append(reason)
-    raise ConfigError("model", f"no backend computes it: {'; '.join(reasons)}")
+    raise ConfigError("model", f"no backend supports it with these settings: {'; '.join(reasons)}")
 
 
 __all__ = ["ROOMS", "Backend", "BackendRoom", "BackendSettings", "choose_backend"]

@@ -1,4 +1,4 @@
-"""What a backend is given: the flat arrays of a step, and the rows' arrays for sampling."""
+"""The inputs of a backend: the flat arrays of a step, and arrays over rows for sampling."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,9 +19,9 @@ class StepInputs:
 
     Attributes:
         token_ids, positions, rows: int32 [T].
-        run_rows, run_starts, run_counts: int32 [R]: whose a run is, where its first token lies among the T, and how
-            many they are.
-        num_prefills: runs that are prompts or parts of prompts; the first ones.
+        run_rows, run_starts, run_counts: int32 [R], of each run: its row, the index of its first token among the T,
+            and its number of tokens.
+        num_prefills: number of runs that are prompts or parts of prompts; they come first.
         block_tables: int32 [rows, max_blocks].
     """
 
@@ -36,25 +36,25 @@ class StepInputs:
 
     @property
     def run_ends(self) -> IntArray:
-        """Number of each run's last token: int32 [R]."""
+        """Index of each run's last token: int32 [R]."""
         return self.run_starts + self.run_counts - np.int32(1)
 
 
 class SamplingRows:
-    """Sampling parameters as arrays over rows; what does not fit an array stays in SamplingParams.
+    """Sampling parameters as arrays over rows; those that do not fit an array stay in SamplingParams.
 
     Attributes:
         temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: float32 [rows].
         top_k: int32 [rows], 0 for all tokens.
         seed: uint64 [rows], of the request.
-        sequence_index: int32 [rows], number of the sequence in its request.
+        sequence_index: int32 [rows], index of the sequence in its request.
         is_greedy: whether the row takes the most likely token.
         is_biased: whether biases, allowed ids, min_tokens or a grammar change the row's logits.
-        has_grammar: whether a grammar does.
+        has_grammar: whether the row has a grammar.
         is_penalized: whether penalties change the row's logits.
         filters: whether top_k, top_p or min_p drop tokens.
-        num_logprobs: int32 [rows], most likely tokens that are reported beside the sampled one; -1 for no report.
-        needs_logits: whether the row needs more than its most likely token.
+        num_logprobs: int32 [rows], most likely tokens to report besides the sampled one; -1 for no report.
+        needs_logits: whether sampling needs more than the row's most likely token.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -102,12 +102,12 @@ class SamplingRows:
 
 
 class Rows(Protocol):
-    """The rows' arrays that sampling reads.
+    """The arrays over rows that sampling reads.
 
     Attributes:
         token_ids: int32 [rows, max_model_len], valid up to num_tokens.
-        num_tokens: int32 [rows], tokens known.
-        num_prompt_tokens: int32 [rows], of them in the prompt.
+        num_tokens: int32 [rows], known tokens.
+        num_prompt_tokens: int32 [rows], how many of them belong to the prompt.
         sampling: sampling parameters.
     """
 

@@ -1,4 +1,4 @@
-"""What a backend is: weights, KV storage, kernels and sampling behind one `open`."""
+"""The protocol of backends: weights, KV storage, kernels and sampling behind one `open`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from treadle.scheduler.plan import BlockMoves, TokenLogprobs
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSettings:
-    """What a user has asked for, as far as it concerns backends; see EngineConfig for the values.
+    """The user's settings that concern backends; EngineConfig describes their values.
 
     Attributes:
         device, dtype, quantization, kv_cache_dtype, cpu_kernels, num_threads: as in EngineConfig.
         block_size: slots of a KV block.
-        max_model_len: most tokens of one sequence.
+        max_model_len: maximum number of tokens of one sequence.
     """
 
     device: str
@@ -46,18 +46,18 @@ class BackendSettings:
 
 
 def describe_numbers(dtype: str, *, int8_weights: bool, int8_kv: bool) -> str:
-    """What a backend computes in, for people: "int8 with bfloat16 KV"."""
+    """The number formats of a backend in words, such as "int8 with bfloat16 KV"."""
     weights, kv = ("int8" if is_int8 else dtype for is_int8 in (int8_weights, int8_kv))
     return weights if weights == kv else f"{weights} with {kv} KV"
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """What the model says about the next token at some places of a step.
+    """The model's predictions of the next token at some places of a step.
 
     Attributes:
-        values: float32 [m, V], logits of the places that were wanted.
-        place: int32 [n], row of `values` for each place asked about, -1 where logits were not wanted.
+        values: float32 [m, V], logits, at least of the places for which they were requested.
+        place: int32 [n], row of `values` for each place, -1 for places without logits.
         best: int32 [n], the most likely token of each place.
     """
 
@@ -67,7 +67,7 @@ class StepLogits:
 
 
 class SamplingKernels(Protocol):
-    """What the sampler does to whole rows of logits. `place` says which row of `values` each entry has."""
+    """The sampler's operations on whole rows of logits. `place` gives the row of `values` of each entry."""
 
     def draw(
         self,
@@ -80,12 +80,12 @@ class SamplingKernels(Protocol):
         """A token for each entry: int32 [n].
 
         A greedy row takes the most likely one. For the others the draw inverts the cumulative distribution
-        over token ids, so that equal logits and equal noise give an equal token.
+        over token ids, so that equal logits and equal noise give the same token.
 
         Args:
             values: float32 [.., V].
             place: int32 [n].
-            table, rows: whose parameters hold, int32 [n].
+            table, rows: the rows whose parameters apply, int32 [n].
             noise: float64 [n], in [0, 1).
         """
         ...
@@ -108,14 +108,14 @@ class SamplingKernels(Protocol):
 
 
 class Backend(Protocol):
-    """Computes steps. Between steps it keeps no more than tensors: weights and the KV cache.
+    """Computes steps. Between steps it keeps only tensors: weights and the KV cache.
 
     Attributes:
         device: where it computes.
         block_size: slots of a KV block.
-        block_bytes: bytes of a KV block, of all layers.
-        num_threads: how many threads compute on the CPU.
-        sampling_kernels: work on its logits.
+        block_bytes: bytes of a KV block, over all layers.
+        num_threads: number of CPU threads.
+        sampling_kernels: operations on its logits.
     """
 
     device: torch.device
@@ -125,35 +125,35 @@ class Backend(Protocol):
     sampling_kernels: SamplingKernels
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Take the memory of the two tiers of KV blocks; once, before the first step."""
+        """Allocate the two tiers of KV blocks; called once, before the first step."""
         ...
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Do a step's swaps and copies: out, in, then copies."""
+        """Carry out a step's swaps and copies, in this order: out, in, copies."""
         ...
 
     def forward(self, inputs: StepInputs) -> None:
-        """Compute all tokens of a step, and keep their hidden states until the next."""
+        """Compute all tokens of a step, and keep their hidden states until the next step."""
         ...
 
     def logits(self, tokens: IntArray, wanted: IntArray) -> StepLogits:
-        """Ask about the next token after each of some tokens of the step.
+        """Predict the next token after each of `tokens`.
 
         Args:
-            tokens: int32 [n], numbers of the step's tokens; one may be asked about several times.
-            wanted: int32 [m], which of the n need logits, ascending; for the others the best token will do.
+            tokens: int32 [n], indices among the step's tokens; an index may occur several times.
+            wanted: int32 [m], which of the n need logits, ascending; the others need only the best token.
         """
         ...
 
 
 class BackendRoom(Protocol):
-    """A package that makes backends. Rooms are asked in order; the first one without an objection is opened."""
+    """A package that makes backends. Rooms are tried in order; the first one without an objection is opened."""
 
     def why_not(self, spec: ModelSpec, settings: BackendSettings) -> str | None:
-        """Why this room does not compute the model under these settings; None if it does.
+        """Why this room cannot compute the model with these settings; None if it can.
 
         Raises:
-            ConfigError: the user has asked for this very room, and it cannot be had.
+            ConfigError: the user has requested this room explicitly, and it cannot be used.
         """
         ...
 
@@ -164,12 +164,12 @@ class BackendRoom(Protocol):
         settings: BackendSettings,
         on_progress: Callable[[float], None] = ...,
     ) -> Backend:
-        """Read the weights, and be ready to allocate.
+        """Read the weights, and return a backend that is ready to allocate.
 
         Args:
             spec: of the model.
             weights: its weights.
-            settings: to which `why_not` had no objection.
+            settings: for which `why_not` returned None.
             on_progress: called with a number from 0 to 1 while weights are read.
         """
         ...

@@ -1,4 +1,4 @@
-"""Answers of the KVCacheManager: can a request get its blocks, and where would they come from?"""
+"""Answers of the KVCacheManager: whether a request can get its blocks, and where they would come from."""
 
 from dataclasses import dataclass
 from enum import Enum

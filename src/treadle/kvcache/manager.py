@@ -34,7 +34,7 @@ class KVCacheManager:
         num_host_blocks: blocks of the host tier.
         block_size: token slots of a block.
         max_rows: sequences that can hold device blocks at once; rows are the batch's.
-        max_tokens: most token slots of one sequence.
+        max_tokens: maximum number of token slots of one sequence.
         enable_prefix_caching: whether full blocks stay findable after their sequence has ended.
 
     Attributes:
@@ -68,7 +68,7 @@ class KVCacheManager:
         self._last_entry = [ROOT] * max_rows
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-        # What running rows were given since `take_changes`: (rows, places, blocks).
+        # Blocks that running rows received since the last `take_changes`: (rows, places, blocks).
         self._changes: list[tuple[IntArray, IntArray, IntArray]] = []
 
     # Questions
@@ -171,7 +171,7 @@ class KVCacheManager:
         return AllocStatus.OK if needed + headroom <= self.pool.num_available else AllocStatus.LATER
 
     def freed_by(self, rows: IntArray) -> IntArray:
-        """Blocks that become available when all of `rows` give up theirs: those that only they reference.
+        """Blocks that become available when all of `rows` release theirs: those that no other row references.
 
         Args:
             rows: int32 [n], distinct.
@@ -198,7 +198,7 @@ class KVCacheManager:
     # Commands
 
     def allocate(self, plan: AllocationPlan) -> None:
-        """Allocate the blocks of `plan`; its sequences have rows by now.
+        """Allocate the blocks of `plan`, whose sequences already have rows.
 
         The caller has checked `can_allocate` in the same state. Sets each sequence's number of computed tokens
         to the length of its cached prefix.
@@ -247,10 +247,10 @@ class KVCacheManager:
     def take_changes(self, new_rows: list[int]) -> tuple[IntArray, IntArray, IntArray]:
         """What has changed in the block tables since the last call: rows, places and blocks, int32 [n] each.
 
-        A place that occurs several times has its last value. Rows that were emptied since may be among them.
+        If a place occurs several times, its last value counts. Rows that were emptied in the meantime may occur.
 
         Args:
-            new_rows: rows whose whole table is told.
+            new_rows: rows whose whole table is included.
         """
         changes, self._changes = self._changes, []
         for row in new_rows:
@@ -264,7 +264,7 @@ class KVCacheManager:
 
     @property
     def has_changes(self) -> bool:
-        """Whether running rows were given blocks since the last `take_changes`."""
+        """Whether running rows have received blocks since the last `take_changes`."""
         return bool(self._changes)
 
     def copy_shared_tail(self, seq: Sequence, position: int) -> BlockPairs:
@@ -315,7 +315,7 @@ class KVCacheManager:
             self._num_indexed[row], self._last_entry[row] = num_indexed, last_entry
 
     def trim(self, rows: IntArray, num_tokens: IntArray) -> None:
-        """Give back the blocks of `rows` that hold none of their `num_tokens` tokens (of drafts that were wrong)."""
+        """Free the blocks of `rows` that hold none of their `num_tokens` tokens (they held rejected drafts)."""
         needed = -(-num_tokens // self.block_size)
         for i in np.flatnonzero(needed < self.num_blocks[rows]).tolist():
             row, keep = int(rows[i]), int(needed[i])
@@ -362,7 +362,7 @@ class KVCacheManager:
         return list(target.items())
 
     def swap_in(self, request: Request) -> BlockPairs:
-        """Move the blocks of a swapped request, whose sequences have rows now, back to the device tier.
+        """Move the blocks of a swapped request, whose sequences already have rows, back to the device tier.
 
         The caller has checked `can_swap_in`. Returns the copies to make as (host block, device block).
         """

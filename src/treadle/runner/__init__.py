@@ -1,4 +1,4 @@
-"""Runs a StepPlan on a backend: rows, flattening, sampling. Knows of sequences only what plans tell."""
+"""Runs a StepPlan on a backend: rows, flattening, sampling. It knows about sequences only what plans say."""
 
 from treadle.runner.model_runner import ModelRunner
 from treadle.runner.sampler import Sampler

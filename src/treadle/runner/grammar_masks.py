@@ -19,11 +19,11 @@ RowErrors = tuple[tuple[int, str], ...]
 
 
 class GrammarMasks:
-    """Finds which tokens may come next, for all sequences of a step that have a grammar, in parallel.
+    """Computes in parallel which tokens may come next, for all sequences of a step that have a grammar.
 
     Args:
-        find_grammar: the compiled grammar of a text.
-        threads: how many compute.
+        find_grammar: text of a grammar → the compiled grammar.
+        threads: number of threads.
     """
 
     def __init__(self, find_grammar: Callable[[str], Grammar], threads: int) -> None:
@@ -38,7 +38,7 @@ class GrammarMasks:
         Args:
             values: float32 [.., V].
             place: int32 [n], row of `values` for each entry.
-            table, rows: whose the entries are, int32 [n]; a row may occur several times.
+            table, rows: the row of each entry, int32 [n]; a row may occur several times.
 
         Returns:
             The rows whose grammar turned out to be too complex to follow, each once.
@@ -65,7 +65,7 @@ class GrammarMasks:
         return tuple(errors)
 
     def _matcher(self, table: RowTable, row: int) -> Matcher:
-        """The row's matcher, where its output is now."""
+        """The row's matcher, moved to the end of the row's output."""
         if table.matchers[row] is None:
             text = table.grammars[row]
             assert text is not None

@@ -1,4 +1,4 @@
-"""Computes a StepPlan: one forward pass over all of its tokens, then a token where one is wanted."""
+"""Computes a StepPlan: one forward pass over all of its tokens, then sampling where the plan asks for it."""
 
 from collections.abc import Callable
 
@@ -22,14 +22,14 @@ PROMPT_LOGPROBS_AT_ONCE = 32
 
 
 class ModelRunner:
-    """Runs steps on a model. It computes no LoRA adapters yet, and drafts no tokens.
+    """Runs steps on a model. LoRA adapters and draft tokens are not supported yet.
 
-    It knows of sequences only what plans have told it, see RowTable.
+    It knows about sequences only what plans have said, see RowTable.
 
     Args:
         backend: computes the forward pass.
-        max_num_seqs, max_model_len: of the scheduler.
-        find_grammar: the compiled grammar of a text.
+        max_num_seqs, max_model_len: the scheduler's.
+        find_grammar: text of a grammar → the compiled grammar.
     """
 
     supports_lora = False
@@ -43,13 +43,13 @@ class ModelRunner:
 
     @property
     def backend(self) -> Backend:
-        """What computes the forward pass."""
+        """The backend that computes the forward pass."""
         return self._backend
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         if len(plan.drafts):
-            raise NotImplementedError("this runner proposes no drafts, and cannot check any")
+            raise NotImplementedError("this runner does not support drafts: it neither proposes nor checks any")
         self._table.take(plan)
         self._backend.move_blocks(plan.moves)
         if plan.is_empty:
@@ -114,7 +114,7 @@ class ModelRunner:
         return candidates, errors
 
     def _prompt_logprobs(self, inputs: StepInputs, run: int) -> tuple[TokenLogprobs, ...]:
-        """For the prompt's tokens after each computed position, if the request asked."""
+        """For the prompt's tokens after each computed position, if the request asks for them."""
         table, row, first = self._table, int(inputs.run_rows[run]), int(inputs.run_starts[run])
         params = table.params[row]
         assert params is not None

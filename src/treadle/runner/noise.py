@@ -1,7 +1,7 @@
 """Sampling noise that depends on nothing but the request.
 
-The number for one token is a hash of (seed, index of the sequence in its request, number of the output
-token). It is the same whatever else is in the batch, in which row, after how many preemptions.
+The number for one token is a hash of (seed, index of the sequence in its request, index of the output token). The
+rest of the batch, the sequence's row and preemptions do not affect it.
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(z: UInt64Array) -> UInt64Array:
-    """SplitMix64's output function, a bijection that changes half of the bits for each changed one
-    (Steele, Lea and Flood 2014)."""
+    """SplitMix64's output function (Steele, Lea and Flood 2014): a bijection, in which a changed input bit changes
+    half of the output bits on average."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -27,8 +27,8 @@ def uniform(
 
     Args:
         seeds: uint64 [n], of the requests.
-        sequence_index: int32 [n], number of the sequence in its request.
-        output_position: int64 [n], number of the token among the sequence's outputs, from 0.
+        sequence_index: int32 [n], index of the sequence in its request.
+        output_position: int64 [n], index of the token among the sequence's outputs.
     """
     with np.errstate(over="ignore"):
         h = _mix(seeds + _GOLDEN)

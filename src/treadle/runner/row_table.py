@@ -1,7 +1,7 @@
-"""What a runner knows of the rows, learned from nothing but the sequence of plans.
+"""What a runner knows about the rows, all of it taken from the sequence of plans.
 
-A plan tells what is new; the runner adds the tokens that it samples itself. So a runner in another process, or one
-that is fed recorded plans, has the same tables.
+A plan says what is new, and the runner adds the tokens that it samples. A runner in another process, or one that is
+fed recorded plans, therefore has the same tables.
 """
 
 from typing import Any
@@ -19,20 +19,20 @@ class RowTable:
 
     Args:
         max_num_seqs: number of rows.
-        max_model_len: most tokens of one sequence.
+        max_model_len: maximum number of tokens of one sequence.
         block_size: slots of a block.
 
     Attributes:
         token_ids: int32 [rows, max_model_len], valid up to num_tokens.
-        num_tokens: int32 [rows], tokens known.
-        num_prompt_tokens: int32 [rows], of them in the prompt.
+        num_tokens: int32 [rows], known tokens.
+        num_prompt_tokens: int32 [rows], how many of them belong to the prompt.
         adapter_ids: int32 [rows], LoRA adapter, 0 for the base model.
         block_tables: int32 [rows, max_blocks], block ids.
         sampling: sampling parameters as arrays.
-        params: by row, what does not fit an array; None where no sequence is.
+        params: by row, the complete sampling parameters; None in an empty row.
         stop_token_ids: by row, ids that end the sequence.
-        grammars: by row, text of the sequence's grammar, None without one.
-        matchers: by row, how far its output has got in its grammar; made by whoever needs it.
+        grammars: by row, text of the sequence's grammar; None if it has none.
+        matchers: by row, the state of its output in its grammar; GrammarMasks creates it when it is first needed.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -48,7 +48,7 @@ class RowTable:
         self.matchers: list[Any] = [None] * max_num_seqs
 
     def take(self, plan: StepPlan) -> None:
-        """Take in what a plan tells of rows and blocks."""
+        """Apply what a plan says about rows and blocks."""
         for row in plan.freed_rows:
             self.params[row] = self.grammars[row] = self.matchers[row] = None
         for new in plan.new_rows:
@@ -68,11 +68,11 @@ class RowTable:
         self.params[row] = new.sampling_params
         self.stop_token_ids[row] = new.stop_token_ids
         if new.grammar != self.grammars[row]:
-            # A matcher follows the tokens: one of the same grammar finds its way to other tokens (beam search).
+            # A matcher of the same grammar can stay: it rolls back to what the outputs have in common (beam search).
             self.grammars[row], self.matchers[row] = new.grammar, None
 
     def append(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Note a token that was sampled for each of the distinct `rows`, int32 [n] both."""
+        """Append one sampled token to each of the distinct `rows`; both are int32 [n]."""
         num_tokens = self.num_tokens[rows]
         self.token_ids[rows, num_tokens] = token_ids
         self.num_tokens[rows] = num_tokens + 1

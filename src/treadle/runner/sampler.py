@@ -1,8 +1,8 @@
 """Chooses tokens from logits.
 
 Per row: edit (grammar, allowed ids, end ids before min_tokens, bias, penalties) → greedy, or temperature → filter
-(top_k, top_p, min_p) → draw. Log-probabilities are those of the untouched logits, as in vLLM.
-What only some rows ask for is done for those rows only.
+(top_k, top_p, min_p) → draw. Log-probabilities are those of the unedited logits, as in vLLM. Work that only some
+rows need is done only for those rows.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ class Sampler:
     """Chooses one token per row of logits.
 
     Args:
-        kernels: work on whole rows.
-        find_grammar: the compiled grammar of a text.
-        threads: how many find out what grammars allow.
+        kernels: operations on whole rows of logits.
+        find_grammar: text of a grammar → the compiled grammar.
+        threads: number of threads that compute what grammars allow.
     """
 
     def __init__(self, kernels: SamplingKernels, find_grammar: Callable[[str], Grammar], threads: int) -> None:
@@ -40,13 +40,13 @@ class Sampler:
         """Choose a token for each place of the logits.
 
         Args:
-            logits: of n places; their values may be changed.
+            logits: of n places; their values may be modified.
             table: the rows.
-            rows: int32 [n], whose the places are; a row may stand there several times.
-            sequence_index: int32 [n], for which sequence of its request each token is.
+            rows: int32 [n], the row of each place; a row may occur several times.
+            sequence_index: int32 [n], the sequence of its request that each token is for.
 
         Returns:
-            The tokens, int32 [n]; place → log-probabilities, for rows that asked; the rows that cannot go on.
+            The tokens, int32 [n]; place → log-probabilities, for rows that ask for them; the rows that cannot go on.
         """
         token_ids = logits.best
         if not len(logits.values):
@@ -82,9 +82,9 @@ class Sampler:
         """Find the most likely next tokens of a beam.
 
         Args:
-            logits: float32 [V]; changed by what the request asks for (biases, penalties, …).
+            logits: float32 [V]; modified in place by the request's biases, penalties, …
             table: the rows.
-            row: the beam's.
+            row: the beam's row.
             count: how many, at most V.
 
         Returns:
@@ -120,7 +120,7 @@ def _numbers(count: int) -> IntArray:
 def _bias(values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray) -> None:
     """Apply the rows' allowed ids, min_tokens and biases to their logits, in place.
 
-    What touches few logits is gathered from all rows and done at once.
+    Edits that touch few logits are collected from all rows and applied together.
     """
     ends: list[tuple[int, int]] = []
     biases: list[tuple[int, int]] = []
@@ -146,7 +146,7 @@ def _bias(values: torch.Tensor, place: IntArray, table: RowTable, rows: IntArray
 
 
 def _is_complete(logits: torch.Tensor, stop_token_ids: frozenset[int]) -> bool:
-    """Whether a structured output can only end: its grammar allows no token but those that end it."""
+    """Whether a structured output is complete: its grammar allows only the tokens that end it."""
     others = logits.clone()
     others[list(stop_token_ids)] = -torch.inf
     return bool(others.max() == -torch.inf)

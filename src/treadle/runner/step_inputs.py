@@ -1,6 +1,6 @@
-"""From a plan to the arrays of one forward pass: the one flattening that every backend starts from.
+"""Turns a plan into the flat arrays of one forward pass, from which every backend starts.
 
-The tokens of a step lie one after the other, entry by entry of the plan::
+The tokens of a step are consecutive, in the order of the plan's entries::
 
     │ part of prompt A (count tokens) │ part of prompt B │ decode │ decode │ … │ beam │ … │
 """
@@ -18,7 +18,7 @@ def flatten(plan: StepPlan, table: RowTable) -> StepInputs:
 
     Args:
         plan: the step; without drafts.
-        table: has taken the plan in.
+        table: the rows, after `RowTable.take(plan)`.
     """
     rows, positions = plan.rows, plan.starts
     run_starts: IntArray = np.arange(len(rows), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""For tests of your own policies: random traces on a toy runner that notices every lost or misplaced token."""
+"""Tests for your own policies: random traces on a toy runner that detects every lost or misplaced token."""
 
 from treadle.testing.policies import check_policy
 

@@ -1,4 +1,4 @@
-"""Runs a policy, of whoever, through random traces on the toy runner with everything at once."""
+"""Runs a policy through random traces on the toy runner, with all features at once."""
 
 import logging
 import random
@@ -15,8 +15,8 @@ def check_policy(policy: type[Any], num_traces: int = 12) -> None:
     """Raise AssertionError unless a policy serves every request of random traces, with the right tokens.
 
     The traces have requests with several sequences, beams, adapters, swaps, aborts and pools that are barely enough
-    for one sequence. All invariants are checked in every step, each trace has to give the same plans twice, and the
-    scheduler must not have had to replace the policy.
+    for one sequence. All invariants are checked in every step, each trace must give the same plans when it is run
+    again, and the scheduler must never have replaced the policy by the default.
 
     Args:
         policy: a subclass of PhasePolicy, QueueOrder or VictimPolicy.
@@ -24,14 +24,16 @@ def check_policy(policy: type[Any], num_traces: int = 12) -> None:
     """
     bases = {PhasePolicy: "scheduler", QueueOrder: "order", VictimPolicy: "victim_policy"}
     settings = [setting for base, setting in bases.items() if issubclass(policy, base)]
-    assert len(settings) == 1, f"{policy.__name__} has to be a PhasePolicy, a QueueOrder or a VictimPolicy"
+    assert len(settings) == 1, f"{policy.__name__} must be a PhasePolicy, a QueueOrder or a VictimPolicy"
     errors: list[str] = []
     handler = _Errors(errors)
     logging.getLogger("treadle").addHandler(handler)
     try:
         for seed in range(num_traces):
             trace = Trace(seed, {settings[0]: policy})
-            assert trace.run() == Trace(seed, {settings[0]: policy}).run(), f"trace {seed} gave other plans again"
+            assert trace.run() == Trace(seed, {settings[0]: policy}).run(), (
+                f"trace {seed} gave different plans when it was run again"
+            )
             assert not errors, errors[0]
     finally:
         logging.getLogger("treadle").removeHandler(handler)
@@ -47,11 +49,11 @@ class _Errors(logging.Handler):
 
 
 class Trace:
-    """One random trace; what it does depends on its number alone.
+    """One random trace, which depends only on its seed.
 
     Args:
-        seed: its number.
-        settings: of the scheduler, beside what is random.
+        seed: of the random numbers.
+        settings: of the scheduler; they override random ones.
     """
 
     def __init__(self, seed: int, settings: dict[str, Any]) -> None:
@@ -100,7 +102,7 @@ class Trace:
         return [(r.details.ran, r.preempted, r.swapped_in, r.refusals) for r in self.engine.reports if r.details]
 
     def add(self) -> None:
-        """Add a random request, and note what it has to answer."""
+        """Add a random request, and record the expected answer."""
         rng = self.rng
         name = f"r{len(self.expected)}"
         vocabulary = rng.choice([2, VOCAB_SIZE])
@@ -132,7 +134,7 @@ class Trace:
             scheduler.abort(name)
 
     def check(self) -> None:
-        """Raise AssertionError unless every request has the right answer, and every block came back."""
+        """Raise AssertionError unless every request has the right answer, and every block is free again."""
         assert self.engine.finished.keys() == self.expected.keys()
         ignored = {name for report in self.engine.reports for name in report.ignored}
         for name, expected in self.expected.items():
@@ -142,6 +144,6 @@ class Trace:
                 assert request.sampling_params.n > 1
                 assert name in ignored
             elif name not in self.gone:
-                assert outputs == expected, f"{name} has other tokens"
+                assert outputs == expected, f"{name} has wrong tokens"
         for pool in (self.engine.scheduler.kv.pool, self.engine.scheduler.kv.host_pool):
             assert pool.num_available == pool.num_blocks

@@ -1,9 +1,9 @@
 """A runner whose next token is a hash of the whole history, read through the block tables.
 
-Any block lost, shared wrongly, written twice or read before it is written changes the tokens, so equality
-with `toy_continuation`, which knows no blocks, shows that scheduler and cache kept every token in place. The
-adapter and the number of the sequence are mixed into the hash; swaps and copies move the toy's blocks as a
-real runner's; a toy drafter proposes tokens, of which some are right.
+A block that is lost, wrongly shared, written twice or read before it is written changes the tokens. Equality with
+`toy_continuation`, which does not use blocks, therefore shows that scheduler and cache kept every token in place. The
+hash includes the adapter and the sequence's index; swaps and copies move blocks as in a real runner; a toy drafter
+proposes tokens, some of which are right.
 """
 
 import pickle
@@ -38,7 +38,7 @@ def toy_next_token(history: Tokens, adapter: int = 0, index: int = 0) -> int:
 
 
 def toy_candidates(history: Tokens, count: int, adapter: int = 0) -> list[tuple[int, float]]:
-    """Beam search's view: a log-probability for every token, by hash, best first."""
+    """The most likely tokens for beam search with their log-probabilities, which are hashes; best first."""
     scores = [(toy_hash(history, adapter, 1000 + token) % 1000) / 250.0 + 0.01 for token in range(VOCAB_SIZE)]
     best = sorted(range(VOCAB_SIZE), key=lambda token: (scores[token], token))
     return [(token, -scores[token]) for token in best[:count]]
@@ -52,7 +52,7 @@ def toy_continuation(
     adapter: int = 0,
     index: int = 0,
 ) -> list[int]:
-    """What the toy model says after `prompt`, worked out without blocks or steps."""
+    """The toy model's output after `prompt`, computed without blocks or steps."""
     prompt = list(prompt)
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens and len(tokens) < max_model_len:
@@ -63,11 +63,11 @@ def toy_continuation(
 
 
 class ToyRunner:
-    """Keeps the token ids where a real runner keeps keys and values, and knows only what plans tell it.
+    """Stores token ids where a real runner stores keys and values, and knows only what plans say.
 
     Args:
         num_blocks, block_size, num_host_blocks: shape of the KV cache.
-        max_num_seqs, max_model_len: of the scheduler.
+        max_num_seqs, max_model_len: the scheduler's.
         drafts: how many tokens it proposes for each decoding sequence; some are right, some are wrong.
     """
 
@@ -92,7 +92,7 @@ class ToyRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step, from a pickled copy of its plan."""
         pickled = pickle.dumps(plan)
-        assert b"treadle.core.request" not in pickled, "a plan holds something that lives"
+        assert b"treadle.core.request" not in pickled, "a plan contains a live object"
         plan = pickle.loads(pickled)  # as if the runner were in another process
         table = self.table
         table.take(plan)
@@ -155,7 +155,7 @@ class ToyRunner:
         return tokens
 
     def _propose(self, row: int) -> IntArray:
-        """Guesses at the next tokens, of which the first few happen to be right."""
+        """Guesses at the next tokens, of which the first few are right."""
         table = self.table
         tokens = table.token_ids[row, : table.num_tokens[row]].tolist()
         num_right = toy_hash(tokens, 3) % (self.drafts + 1)
@@ -196,7 +196,7 @@ def toy_request(
     """A request to the toy model.
 
     Args:
-        request_id, prompt, kwargs: as Request has them.
+        request_id, prompt, kwargs: of Request.
         max_tokens, stop_ids, n, params: of its SamplingParams.
     """
     stop_ids = tuple(stop_ids)
@@ -207,7 +207,7 @@ def toy_request(
 
 
 class ToyEngine:
-    """Scheduler and toy runner in the loop, with every invariant checked in every step.
+    """Scheduler and toy runner in a loop that checks every invariant in every step.
 
     Args:
         num_blocks, block_size, num_host_blocks, enable_prefix_caching: of the KV cache.
@@ -215,7 +215,7 @@ class ToyEngine:
 
     Attributes:
         reports, plans: of every step.
-        observers: see every step.
+        observers: called after every step.
         on_planned: called with each step's report before the step runs.
         finished: requests that have ended, by name.
     """
@@ -288,11 +288,11 @@ class ToyEngine:
 
     @property
     def report(self) -> StepReport:
-        """Of the latest step."""
+        """The report of the latest step."""
         return self.reports[-1]
 
     def prefills(self, report: StepReport | None = None) -> list[RunSequence]:
-        """What the step of `report`, or all steps, computed of known tokens, in the plan's order."""
+        """The prefills of the step of `report`, or of all steps, in the plan's order."""
         reports = self.reports if report is None else [report]
         return [s for r in reports if r.details for s in r.details.ran[: r.plan.num_prefills]]
 
@@ -305,7 +305,7 @@ class ToyEngine:
         return finished
 
     def run(self, max_steps: int = 10_000) -> dict[str, list[int]]:
-        """Step until all is done: name → the first sequence's output."""
+        """Step until all requests have ended: name → the first sequence's output."""
         for _ in range(max_steps):
             if not self.scheduler.num_unfinished_requests:
                 break

@@ -24,10 +24,10 @@ __all__ = ["BUILDS", "CPUBackend", "KernelBuildError", "Library", "best_build", 
 
 
 def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
-    """Why the native kernels do not compute the model under these settings; None if they do.
+    """Why the native kernels cannot compute the model with these settings; None if they can.
 
     Raises:
-        ConfigError: a build was asked for by name and cannot be had.
+        ConfigError: a build was requested by name and cannot be used.
     """
     if settings.cpu_kernels == "off":
         return "cpu_kernels is off"
@@ -35,7 +35,7 @@ def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
     reason = _why_settings_exclude(settings)
     if reason is not None:
         if by_name:
-            raise ConfigError("cpu_kernels", f"{settings.cpu_kernels} {reason}; leave it at auto")
+            raise ConfigError("cpu_kernels", f"{settings.cpu_kernels} {reason}; set it to auto")
         return reason
     build = _build(settings)
     if build is None:
@@ -58,15 +58,15 @@ def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
 
 
 def _build(settings: BackendSettings) -> str | None:
-    """The build that was asked for by name, or the best that this processor runs."""
+    """The build that was requested by name, or the best one that this processor can run."""
     return best_build() if settings.cpu_kernels == "auto" else settings.cpu_kernels
 
 
 def _why_settings_exclude(settings: BackendSettings) -> str | None:
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
-        return "is for the CPU"
+        return "runs only on the CPU"
     if settings.dtype == "float32":
-        return "cannot be had with dtype float32, which plain torch computes"
+        return "does not support dtype float32"
     return None
 
 
@@ -81,7 +81,7 @@ def open(
     Args:
         spec: of the model.
         weights: its weights.
-        settings: to which `why_not` had no objection.
+        settings: for which `why_not` returned None.
         on_progress: called with a number from 0 to 1 while weights are read.
     """
     build = _build(settings)

@@ -1,6 +1,6 @@
-"""One stretch of memory for all weights, in huge pages where the system has them.
+"""One mapping of memory for all weights, in huge pages where the system has them.
 
-A decode reads every weight once; with pages of 2 MiB it spends no time on translating addresses.
+A decode reads every weight once; pages of 2 MiB keep address translation from slowing it down.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Hands out aligned pieces of one mapping; what is never touched takes no memory.
+    """Allocates aligned pieces of one mapping; pages that are never touched take no memory.
 
     Args:
         num_bytes: room for all pieces, each rounded up to ALIGNMENT.
@@ -24,7 +24,7 @@ class Arena:
     def __init__(self, num_bytes: int) -> None:
         self._mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # the kernel does not support them
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._next = -address % HUGE_PAGE
@@ -34,11 +34,11 @@ class Arena:
         """The next piece, all zeros: uint8 [num_bytes]."""
         start = self._next
         if start + num_bytes > self._end:
-            raise MemoryError(f"the arena has {self._end - start} bytes left, {num_bytes} are wanted")
+            raise MemoryError(f"{num_bytes} bytes do not fit the arena, which has {self._end - start} left")
         self._next = round_up(start + num_bytes, ALIGNMENT)
         return np.frombuffer(self._mapping, dtype=np.uint8, count=num_bytes, offset=start)
 
 
 def round_up(value: int, to: int) -> int:
-    """The least multiple of `to` that is not below `value`."""
+    """The smallest multiple of `to` that is at least `value`."""
     return -(-value // to) * to

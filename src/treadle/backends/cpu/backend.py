@@ -24,13 +24,13 @@ def _blocks(num_blocks: int, num_bytes: int) -> torch.Tensor:
 
 
 class CPUBackend:
-    """Backend in C++.
+    """Backend on the native kernels.
 
     Args:
         model: packed weights.
         block_size: slots of a KV block.
-        int8_kv: whether keys and values are int8 with a scale per token and head; else bfloat16.
-        threads: how many compute.
+        int8_kv: whether keys and values are int8 with a scale per token and head, otherwise bfloat16.
+        threads: number of threads.
 
     Attributes:
         pool: uint8 [num_blocks, block_bytes], the device tier, laid out by csrc/kv_cache.h.
@@ -56,7 +56,7 @@ class CPUBackend:
         self._logits = np.empty((0, self._vocab_size), dtype=np.float32)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Take the memory of the two tiers of KV blocks."""
+        """Allocate the two tiers of KV blocks."""
         self.pool = _blocks(num_blocks, self.block_bytes)
         self._struct.base = self.pool.data_ptr()
         self._tiers = BlockTiers((self.pool, _blocks(num_host_blocks, self.block_bytes)), block_dim=0)
@@ -67,7 +67,7 @@ class CPUBackend:
         return f"{numbers} on {self.num_threads} threads with {self._model.library.build} kernels"
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Do a step's swaps and copies."""
+        """Carry out a step's swaps and copies."""
         self._tiers.move(moves)
 
     def forward(self, inputs: StepInputs) -> None:
@@ -78,7 +78,7 @@ class CPUBackend:
         )  # fmt: skip
 
     def logits(self, tokens: IntArray, wanted: IntArray) -> StepLogits:
-        """The best token after each of the tokens asked about, and logits for those wanted."""
+        """The most likely token after each of `tokens`, and logits for those in `wanted`."""
         place = np.full(len(tokens), -1, dtype=np.int32)
         if not len(wanted):
             return StepLogits(NO_LOGITS, place, self._engine.logits(tokens, place, None, self.num_threads))

@@ -45,14 +45,14 @@ SUPPORTED = {
     "mlp.kind": ("gated",),
     "mlp.activation": ("silu",),
 }
-"""Properties of a layer, and their values that the kernels compute."""
+"""Properties of a layer, and the values of each that the kernels support."""
 
 UNIFORM = ("attention.num_heads", "mlp.intermediate_size", "norm.eps")
-"""Properties that must be the same in all layers: the kernels have one of each for the whole model."""
+"""Properties that must be the same in all layers: the kernels keep one value of each for the whole model."""
 
 
 def why_not_native(config: ModelSpec) -> str | None:
-    """What of a model the native kernels cannot compute, in words; None if they compute all of it."""
+    """Why the native kernels cannot compute a model, in words; None if they can."""
     reason = unsupported_property(config, SUPPORTED)
     for path in UNIFORM:
         reason = reason or differing_layers(config, path)
@@ -60,12 +60,14 @@ def why_not_native(config: ModelSpec) -> str | None:
         return reason
     layer = config.layers[0]
     if config.norm.eps != layer.norm.eps:
-        return f"norm.eps of the layers ({layer.norm.eps}) and in front of the output ({config.norm.eps}) differ"
+        return f"norm.eps of the layers ({layer.norm.eps}) and of the final norm ({config.norm.eps}) differ"
     group = layer.attention.num_heads // layer.attention.num_kv_heads
     if config.head_dim > MAX_HEAD_DIM:
-        return f"attention.head_dim is {config.head_dim}, the kernels take at most {MAX_HEAD_DIM}"
+        return f"attention.head_dim is {config.head_dim}, the kernels support at most {MAX_HEAD_DIM}"
     if group > MAX_GROUP_SIZE:
-        return f"{group} query heads (attention.num_heads) share a KV head, the kernels take at most {MAX_GROUP_SIZE}"
+        return (
+            f"{group} query heads (attention.num_heads) share a KV head, the limit of the kernels is {MAX_GROUP_SIZE}"
+        )
     return None
 
 
@@ -73,15 +75,15 @@ class NativeModel:
     """Packed weights and the compiled forward pass.
 
     Args:
-        config: what the model is made of.
-        weights: where the tensors come from; read one at a time, so there is never a second full copy.
+        config: of the model.
+        weights: source of the tensors, which are read one at a time, so that there is never a second full copy.
         library: the kernels.
-        int8: whether weights are int8 with a scale per output channel; else bfloat16.
+        int8: whether weights are int8 with a scale per output channel, otherwise bfloat16.
         max_model_len: positions that the rotary tables cover.
         on_progress: called with a number from 0 to 1 while weights are read.
 
     Raises:
-        UnsupportedModelError: a layer that the kernels do not compute; names the property.
+        UnsupportedModelError: the kernels do not support a layer; the message names the property.
         ModelLoadError: a weight is missing or has another shape.
     """
 
@@ -103,9 +105,9 @@ class NativeModel:
         self.int8 = int8
         self._weights = weights
         self._arena = Arena(self._num_bytes())
-        self._kept: list[FloatArray] = []  # what the structures point to, outside the arena
+        self._kept: list[FloatArray] = []  # arrays outside the arena that the structures point to
         c = config
-        # The biggest tensor first, while nothing else is there.
+        # The biggest tensor first, while nothing else takes memory.
         if c.tie_word_embeddings:
             embedding = None
             head = self._matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
@@ -149,7 +151,7 @@ class NativeModel:
         half = self.config.head_dim // 2
         found = {}
         for rope in {layer.attention.rope for layer in self.config.layers}:
-            if rope is None:  # a rotation by nothing: every number is multiplied by 1 and keeps its bits
+            if rope is None:  # no rotation: every number is multiplied by 1 and keeps its bits
                 tables = torch.ones(max_model_len, half), torch.zeros(max_model_len, half)
             else:
                 cosines, sines = rotary_tables(rope, self.config.head_dim, max_model_len, torch.float32)
@@ -236,12 +238,12 @@ class NativeModel:
 
 
 class NativeEngine:
-    """The forward pass of a model over a KV cache, with the room that its steps need.
+    """The forward pass of a model over a KV cache, with the buffers that its steps need.
 
     Args:
-        model: kept alive as long as this.
+        model: kept alive by the engine.
         struct: the model's structure.
-        kv: the cache's structure; its memory is the caller's.
+        kv: the cache's structure; the caller owns its memory.
     """
 
     def __init__(self, model: NativeModel, struct: Structure, kv: Structure) -> None:
@@ -259,13 +261,13 @@ class NativeEngine:
         run_count: IntArray,
         threads: int,
     ) -> None:
-        """Compute the hidden states of a step's tokens, which stay inside, and write their KV.
+        """Compute a step's tokens: write their KV, and keep their hidden states for `logits`.
 
         Args:
             token_ids, positions, rows: int32 [T], of each token: id, place in its sequence, row of `tables`.
             tables: int32 [rows, blocks], C-contiguous.
-            run_start, run_count: int32 [runs]; each run is neighbouring tokens of one sequence.
-            threads: how many compute.
+            run_start, run_count: int32 [runs]; each run is consecutive tokens of one sequence.
+            threads: number of threads.
         """
         step = StepStruct(
             pointer(token_ids), pointer(positions), pointer(rows), pointer(tables), pointer(run_start),
@@ -279,10 +281,10 @@ class NativeEngine:
         """The most likely next token after each of some tokens of the last step: int32 [n].
 
         Args:
-            tokens: int32 [n], numbers among the step's tokens.
+            tokens: int32 [n], indices among the step's tokens.
             place: int32 [n], row of `out` for the token's logits, or -1.
-            out: float32 [.., vocab], filled where a place says so; None if none does.
-            threads: how many compute.
+            out: float32 [.., vocab], filled at those places; None if all places are -1.
+            threads: number of threads.
         """
         best = np.empty(len(tokens), dtype=np.int32)
         self._dll.treadle_logits(

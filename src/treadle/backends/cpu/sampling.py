@@ -17,7 +17,7 @@ class NativeSampling:
 
     Args:
         library: the kernels.
-        threads: how many compute.
+        threads: number of threads.
     """
 
     def __init__(self, library: Library, threads: int) -> None:

@@ -18,17 +18,19 @@ __all__ = ["TorchBackend", "TorchModel", "open", "why_not"]
 
 
 def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
-    """Always None: plain torch computes what it can, and refuses the rest.
+    """Always None: plain torch comes last, and `open` raises an error for a model that it cannot compute.
 
     Raises:
-        ConfigError: settings that plain torch cannot follow.
+        ConfigError: plain torch does not support these settings.
     """
     device = _device(settings)
     if device.type == "cuda" and (settings.int8_weights or settings.int8_kv):
         field = "quantization" if settings.int8_weights else "kv_cache_dtype"
-        raise ConfigError(field, "int8 is computed on a CPU only; set device to cpu")
+        raise ConfigError(field, "int8 is supported only on the CPU; set device to cpu")
     if settings.kv_cache_dtype == "bfloat16" and _dtype(settings, device) != torch.bfloat16:
-        raise ConfigError("kv_cache_dtype", "bfloat16 beside dtype float32 needs the native CPU kernels")
+        raise ConfigError(
+            "kv_cache_dtype", "bfloat16 with dtype float32 needs the native CPU kernels; set it to auto"
+        )
     return None
 
 
@@ -43,13 +45,13 @@ def open(
     Args:
         spec: of the model.
         weights: its weights.
-        settings: to which `why_not` had no objection.
+        settings: for which `why_not` returned None.
         on_progress: called with a number from 0 to 1 while weights are read.
     """
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     if settings.int8_weights:
-        logger.warning("int8 without the native kernels is only shown, not computed: expect it to be slow")
+        logger.warning("int8 without the native kernels is simulated in floating point, which is slow")
     device = _device(settings)
     model = TorchModel(
         spec,
@@ -67,7 +69,7 @@ def _device(settings: BackendSettings) -> torch.device:
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "cuda was asked for, but torch sees no such device")
+        raise ConfigError("device", "cuda is requested, but torch finds no CUDA device; set it to auto or cpu")
     return torch.device(settings.device)
 
 
@@ -78,7 +80,7 @@ def _dtype(settings: BackendSettings, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16
     if settings.int8_weights or settings.int8_kv:
-        return torch.float32  # int8 is only shown by torch, not computed; see TorchModel
-    # Without instructions for bfloat16, torch's products in it are slower than in float32.
+        return torch.float32  # torch simulates int8; see TorchModel
+    # Without bfloat16 instructions, torch's matrix products are slower in bfloat16 than in float32.
     has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return torch.bfloat16 if has_bfloat16 else torch.float32

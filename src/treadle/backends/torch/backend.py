@@ -37,7 +37,7 @@ class TorchBackend:
         self._hidden = torch.empty(0)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Take the memory of the two tiers of KV blocks."""
+        """Allocate the two tiers of KV blocks."""
         self.storage = KVStorage(
             self._model.config,
             num_blocks=num_blocks,
@@ -54,7 +54,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Do a step's swaps and copies."""
+        """Carry out a step's swaps and copies."""
         self.storage.tiers.move(moves)
 
     @torch.inference_mode()
@@ -67,7 +67,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def logits(self, tokens: IntArray, wanted: IntArray) -> StepLogits:
-        """Logits of all tokens asked about: which are wanted makes no difference here."""
+        """Logits after all of `tokens`; `wanted` makes no difference here."""
         hidden = self._hidden[torch.from_numpy(tokens).to(self._hidden.device)]
         values = self._model.compute_logits(hidden)
         best = values.argmax(dim=-1).cpu().numpy().astype(np.int32)

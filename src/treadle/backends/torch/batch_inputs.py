@@ -1,4 +1,4 @@
-"""From a step's flat arrays to the tensors of one forward pass in torch."""
+"""Turns a step's flat arrays into the tensors of one forward pass in torch."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ class PrefillInputs:
     """A run of tokens of one sequence.
 
     Attributes:
-        start, end: where its tokens lie among the step's.
-        context_slots: int64 [L], of the sequence's tokens up to the last one of the run.
+        start, end: its range among the step's tokens.
+        context_slots: int64 [L], slots of the sequence's tokens up to the last one of the run.
         mask: [end - start, L], 0 or -inf; None if the run starts at position 0.
     """
 
@@ -32,8 +32,8 @@ class DecodeInputs:
     """Decodes with contexts of similar length.
 
     Attributes:
-        tokens: int64 [N], where their tokens lie among the step's.
-        context_slots: int64 [N, L], padded with the sequence's first slot.
+        tokens: int64 [N], indices of their tokens among the step's.
+        context_slots: int64 [N, L], slots of their contexts, padded with the sequence's first slot.
         mask: [N, 1, 1, L], 0 or -inf.
     """
 
@@ -48,7 +48,7 @@ class BatchInputs:
 
     Attributes:
         token_ids, positions, slots: int64 [T].
-        prefills, decodes: how attention goes over the tokens.
+        prefills, decodes: the pieces in which attention is computed.
     """
 
     token_ids: torch.Tensor
@@ -94,7 +94,7 @@ def _prefill(
 
 
 def _decodes(inputs: StepInputs, block_size: int, dtype: torch.dtype, device: torch.device) -> list[DecodeInputs]:
-    """Decodes in groups: one padded context for all would let a single long one cost as much for each."""
+    """Decodes in groups of similar length: in one group, a long context would pad all others to its length."""
     rows = inputs.run_rows[inputs.num_prefills :]
     if not len(rows):
         return []
@@ -108,7 +108,7 @@ def _decodes(inputs: StepInputs, block_size: int, dtype: torch.dtype, device: to
         longest = int(lengths[members].max())
         context = np.arange(longest)[None, :]
         visible = context < lengths[members][:, None]
-        # Padding looks at position 0, which is always written.
+        # Padding refers to position 0, which is always written.
         slots = _slots_of(inputs.block_tables[rows[members]], np.where(visible, context, 0), block_size)
         mask = _additive_mask(visible[:, None, None, :], dtype, device)
         groups.append(DecodeInputs(_to(tokens[members], device), _to(slots, device), mask))
@@ -116,7 +116,7 @@ def _decodes(inputs: StepInputs, block_size: int, dtype: torch.dtype, device: to
 
 
 def _slots_of(tables: npt.NDArray[np.int32], positions: LongArray, block_size: int) -> LongArray:
-    """Slots of positions, by block tables of the same leading shape."""
+    """Slots of `positions`, given block tables of the same leading shape."""
     blocks = np.take_along_axis(tables, positions // block_size, axis=-1)
     return blocks.astype(np.int64) * block_size + positions % block_size
 

@@ -1,4 +1,4 @@
-"""The memory behind the block ids, for plain torch."""
+"""The memory of the KV blocks, for plain torch."""
 
 import numpy as np
 import torch
@@ -8,13 +8,13 @@ from treadle.models.spec import ModelSpec
 
 
 class KVStorage:
-    """Keys and values of all layers, in slots; block b holds slots b × block_size … . Two tiers of them.
+    """Keys and values of all layers, in two tiers of slots. Block b starts at slot b × block_size.
 
     Args:
         config: of the model.
         num_blocks, num_host_blocks, block_size: shape of the tiers.
         dtype: of keys and values.
-        device: where they lie.
+        device: of the device tier.
 
     Attributes:
         keys, values: of the device tier, [layers, num_slots, num_key_value_heads × head_dim].
@@ -47,6 +47,6 @@ class KVStorage:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
-    # The operating system hands out zero pages when they are first touched, so an unused pool costs nothing.
+    # The operating system provides zero pages when they are first touched, so an unused pool costs nothing.
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -26,11 +26,11 @@ SUPPORTED = {
     "mlp.kind": ("gated",),
     "mlp.activation": ("silu",),
 }
-"""Properties of a layer, and their values that are computed here."""
+"""Properties of a layer, and the values of each that are supported here."""
 
 
 class Attention(Protocol):
-    """Stores the keys and values of a step's tokens and lets their queries look at their contexts."""
+    """Stores the keys and values of a step's tokens and computes their attention over their contexts."""
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[T, H, D], [T, K × D], [T, K × D] → [T, H × D]."""
@@ -68,17 +68,17 @@ class TorchModel:
     """Weights and forward pass.
 
     Args:
-        config: what the model is made of.
-        weights: where the tensors come from.
+        config: of the model.
+        weights: source of the tensors.
         dtype: of weights and activations.
         device: where to compute.
         max_model_len: positions that the rotary tables cover.
         int8: whether weights (per output channel) and activations (per group of 64) are rounded to what int8
-            holds. The products stay in `dtype`: this shows what int8 computes, and is not fast.
+            holds. The products stay in `dtype`: this simulates int8 and is not fast.
         on_progress: called with a number from 0 to 1 while weights are read.
 
     Raises:
-        UnsupportedModelError: a layer that is not computed here; names the property.
+        UnsupportedModelError: a layer is not supported here; the message names the property.
         ModelLoadError: a weight is missing or has another shape.
     """
 

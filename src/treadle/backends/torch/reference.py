@@ -1,4 +1,4 @@
-"""Plain torch kernels, written to be read.
+"""Plain torch kernels, written for readability.
 
 Shapes: T tokens of a step, H query heads, K key-value heads, G = H / K query heads that share one, D head
 dimension, L tokens of context, N sequences.
@@ -56,7 +56,7 @@ def prefill_attention(
         q: [T, H, D], the last T tokens of the context.
         k_cache, v_cache: [num_slots, K × D], the run's own keys and values already stored.
         context_slots: int64 [L], slots of the whole context in order, L ≥ T.
-        mask: [T, L] added to the scores: 0 where a token may look, -inf elsewhere; None if T = L.
+        mask: [T, L] added to the scores: 0 where a token may attend, -inf elsewhere; None if T = L.
 
     Returns:
         [T, H, D].
@@ -102,7 +102,7 @@ def decode_attention(
     slots = context_slots.view(-1)
     k = k_cache.index_select(0, slots).view(num_seqs, num_context, num_kv_heads, head_dim)
     v = v_cache.index_select(0, slots).view(num_seqs, num_context, num_kv_heads, head_dim)
-    # The G heads of a group look at the same keys: they stand where a longer query would have its tokens.
+    # The G heads of a group attend to the same keys: they take the place of the tokens of a longer query.
     out = F.scaled_dot_product_attention(
         q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim),
         k.transpose(1, 2),
@@ -113,17 +113,17 @@ def decode_attention(
 
 
 def round_to_int8(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x as symmetric int8 with one scale per `group` neighbours would hold it: scale × round(x / scale).
+    """Round x to symmetric int8 with one scale per `group` neighbours, and back: scale × round(x / scale).
 
     Args:
         x: [..., n]; the last group may be shorter.
-        group: numbers that share a scale, their largest magnitude over 127.
+        group: how many neighbours share a scale, which is their largest magnitude / 127.
     """
     size = x.shape[-1]
     groups = F.pad(x.float(), (0, -size % group))
     groups = groups.view(*groups.shape[:-1], -1, group)
     largest = groups.abs().amax(dim=-1, keepdim=True)
-    # (A number divided by a tensor would be its reciprocal times the number, with another rounding.)
+    # A tensor of 127s: torch computes number / tensor as number × reciprocal, which rounds differently.
     inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
     rounded = (groups * inverse).round() * (largest / 127.0)
     return rounded.flatten(-2)[..., :size].to(x.dtype)

@@ -9,7 +9,7 @@ from treadle.core.request import IntArray
 from treadle.scheduler.plan import TokenLogprobs
 
 CANDIDATES = 1024
-"""Filters first look at this many most likely tokens; only where these do not decide they sort all."""
+"""Filters first look at this many most likely tokens, and sort the whole vocabulary only if these are not enough."""
 
 
 class TorchSampling:
@@ -61,8 +61,8 @@ def _token_logprobs(logprobs: torch.Tensor, token_id: int, num_top: int) -> Toke
 
     Args:
         logprobs: float32 [V], of one position.
-        token_id: the token that stands there.
-        num_top: how many others.
+        token_id: the token at that position.
+        num_top: how many of the most likely tokens.
     """
     own = logprobs[token_id]
     values, ids = logprobs.topk(num_top)
@@ -79,7 +79,7 @@ def _penalize(logits: torch.Tensor, table: Rows, row: int) -> None:
     """Apply one row's penalties to its logits, float32 [V], in place.
 
     Repetition: over prompt and output, a positive logit is divided, a negative one multiplied (Keskar et al.
-    2019). Presence and frequency: over the output, a constant and a multiple of the count are taken away.
+    2019). Presence and frequency: over the output, a constant and a multiple of the count are subtracted.
     """
     sampling = table.sampling
     repetition = float(sampling.repetition_penalty[row])
@@ -109,7 +109,7 @@ def _draw(logits: torch.Tensor, table: Rows, rows: IntArray, noise: npt.NDArray[
             sampling.top_p[rows[filtered]],
             sampling.min_p[rows[filtered]],
         )
-    # float64: the sum over a whole vocabulary must not run out of digits.
+    # float64, because float32 is not precise enough for a sum over a whole vocabulary.
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     targets = torch.from_numpy(noise).to(logits.device)[:, None] * cumulative[:, -1:]
     # The first id whose cumulative probability exceeds the target; one with probability 0 never does.
@@ -159,8 +159,8 @@ def _top_p_threshold(logits: torch.Tensor, candidates: torch.Tensor, k: int, top
     Args:
         logits: [V].
         candidates: the highest logits, descending.
-        k: tokens that top_k has left.
-        top_p: share of the probability of those.
+        k: how many tokens top_k has kept.
+        top_p: share of their probability.
     """
     if k < logits.shape[0]:
         kept = candidates[:k]

@@ -1,11 +1,11 @@
-// The left-hand side of a matrix product: rows of activations, narrowed to what the weights' type multiplies.
+// The left-hand side of a matrix product: rows of activations, narrowed to the type that the weights require.
 #pragma once
 #include "pack.h"
 
 namespace treadle {
 
 // For bfloat16 weights: `narrow` [rows, k]. For int8 weights: `bytes` [rows, k], and for each row and group of
-// 64 a scale and the number at which an integer sum starts. A row's numbers depend on that row alone.
+// 64 a scale and the start value of an integer sum. A row's numbers depend only on that row.
 struct Activations {
   act* narrow;
   int8_t* bytes;
@@ -38,7 +38,7 @@ inline void narrow_group(const Activations& x, int row, int g, const float* valu
   x.corrections[at] = -WEIGHT_BIAS * reduce_add_int(sum);
 }
 
-// Rows of floats [rows, k] → activations. Work-shared among the threads of a team.
+// Rows of floats [rows, k] → activations. The work is shared among the threads of a team.
 inline void narrow_rows(const Activations& x, const float* values, int rows) {
   const int groups = x.k / GROUP;
 #pragma omp for schedule(static)

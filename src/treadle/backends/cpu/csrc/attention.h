@@ -1,10 +1,10 @@
 // Attention over the paged cache, for prompts and decodes alike.
 //
-// A work item is up to MAX_TOKENS neighbouring tokens of one sequence and one KV head: its rows are these tokens'
+// A work item is up to MAX_TOKENS consecutive tokens of one sequence and one KV head: its rows are these tokens'
 // query heads of that group, which share the keys. The context is walked in tiles of 64 tokens from position 0,
-// with the online softmax of FlashAttention (Dao et al. 2022) in base 2. For a row the result depends on nothing
-// but its own query and context: tiles are fixed, and where a row sees nothing of a tile, its probabilities are
-// exactly 0 and its maximum stays, so that the tile changes nothing.
+// with the online softmax of FlashAttention (Dao et al. 2022) in base 2. A row's result depends only on
+// its own query and context: tiles are fixed, and in a tile of which a row sees nothing, its probabilities are
+// exactly 0 and its maximum stays the same, so that the tile changes nothing.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -13,10 +13,10 @@
 
 namespace treadle {
 
-constexpr int TILE = 64;        // tokens of context that are looked at together
+constexpr int TILE = 64;        // tokens of context that are processed together
 constexpr int CELLS = TILE / CELL;
-constexpr int MAX_ROWS = 64;    // rows of a work item
-constexpr int MAX_TOKENS = 16;  // tokens of a work item
+constexpr int MAX_ROWS = 64;    // most rows of a work item
+constexpr int MAX_TOKENS = 16;  // most tokens of a work item
 constexpr float PROBABILITY_STEPS = 127 * 128;
 constexpr int CELL_V = CELL / W;  // vectors across a cell's tokens
 
@@ -46,7 +46,7 @@ struct AttentionLayer {
   int64_t out_stride;
 };
 
-// One thread's room for one item.
+// One thread's scratch memory for one item.
 struct AttentionScratch {
   alignas(64) act narrow[MAX_ROWS * MAX_DIM];
   alignas(64) int8_t bytes[MAX_ROWS * MAX_DIM];
@@ -128,8 +128,8 @@ inline void weigh(const bf16* const* values, int dim, int pairs, int row, int d,
 }
 
 // The same with int8 values [4][dim][4] per cell. Probabilities, times the values' scales, are integers of 14 bits in two
-// halves of 7, relative to the largest of the row in this tile: one half alone would round small ones beside a large
-// one to nothing. Two exact integer products give each sum.
+// halves of 7, relative to the largest of the row in this tile: a single half would round small ones beside a large
+// one to zero. Two exact integer products give each sum.
 template <int R, int N>
 inline void weigh_int8(const KVCache& kv, char* const* cells, int quads, int row, int d, AttentionScratch& s) {
   const int dim = kv.dim;
@@ -160,7 +160,7 @@ inline void weigh_int8(const KVCache& kv, char* const* cells, int quads, int row
     }
 }
 
-// How many vectors of a row `weigh_int8` takes at once: two sums for each must fit the registers.
+// How many vectors of a row `weigh_int8` takes at once: two sums for each must fit into registers.
 constexpr int int8_vectors(int rows) { return ATTENTION_V == 4 && rows <= 3 ? 4 : ATTENTION_V == 4 ? 2 : 1; }
 
 template <class Run>
@@ -172,7 +172,7 @@ inline void for_row_tiles(int rows, const Run& run) {
   }
 }
 
-// Scores of a tile → probabilities relative to the highest score so far; the sums' decay is noted.
+// Scores of a tile → probabilities relative to the highest score so far; also stores the sums' decay.
 // visible: how many of the tile's tokens the row may see. value_scales: [64] with int8 values, else null.
 inline void soften(AttentionScratch& s, int row, int visible, const float* value_scales) {
   constexpr int N = TILE / W;
@@ -218,7 +218,7 @@ inline void soften(AttentionScratch& s, int row, int visible, const float* value
   s.probability_scale[row] = most / PROBABILITY_STEPS;
 }
 
-// The cells of a sequence one after the other, without a division for each.
+// Iterates over the cells of a sequence without a division for each.
 class CellWalk {
  public:
   CellWalk(const KVCache& kv, int layer, int head, const int32_t* table)
@@ -265,7 +265,7 @@ inline void attend(const AttentionLayer& layer, const AttentionItem& item, Atten
     for (int c = 0; c < CELLS; ++c) {
       const int position = start + c * CELL;
       if (position >= end) {
-        cells[c] = cells[0];  // nobody sees it
+        cells[c] = cells[0];  // invisible to all rows
       } else if (kv.block_size % CELL == 0) {
         cells[c] = walk.next();
       } else {
@@ -294,7 +294,7 @@ inline void attend(const AttentionLayer& layer, const AttentionItem& item, Atten
       });
       continue;
     }
-    // A lone last token gets zeros for its partner in the pair, whose slot may hold anything.
+    // If the last token is the first of a pair, the second one is zeroed: its slot may hold anything.
     const bf16* values[CELLS];
     for (int c = 0; c < CELLS; ++c) values[c] = kv.values(cells[c]);
     if (written % 2) {
@@ -319,7 +319,6 @@ inline void attend(const AttentionLayer& layer, const AttentionItem& item, Atten
     for (int d = 0; d < layer.head_dim; ++d) out[d] = s.sums[r * dim + d] * inverse;
   }
 }
-
 
 inline int tokens_per_item(int group) { return std::max(1, std::min(MAX_TOKENS, MAX_ROWS / group)); }
 

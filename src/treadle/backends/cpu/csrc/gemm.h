@@ -1,8 +1,8 @@
 // Matrix products: activations [rows, k] × packed weights [n, k]ᵀ.
 //
 // A tile is up to ROWS rows by one panel, its sums kept in registers. Every output is one chain over k from
-// first to last, whatever the number of rows: tiles cut rows and columns only, never k. What follows (a bias,
-// an addition, an activation function) is done to a tile by an epilogue, while it is in the first cache.
+// first to last, whatever the number of rows: tiles cut only rows and columns, never k. What follows (a bias,
+// an addition, an activation function) is applied to a tile by an epilogue, while the tile is in the L1 cache.
 #pragma once
 #include "activations.h"
 
@@ -14,10 +14,10 @@ constexpr int ROWS_BF16 = 6, ROWS_INT8 = 6;
 #else
 constexpr int ROWS_BF16 = 4, ROWS_INT8 = 2;
 #endif
-constexpr int V = 2;                    // vectors that a tile's inner loop holds
-constexpr int PASSES = PANEL / (V * W);  // of them to cover a panel
+constexpr int V = 2;                    // vectors of a row in a tile's inner loop
+constexpr int PASSES = PANEL / (V * W);  // inner loops that cover a panel
 
-// Where the next panel lies, and how many bytes of it to fetch per step, so that it is near when its turn comes.
+// Where the next panel is, and how many of its bytes to prefetch per step, so that it is cached when its turn comes.
 struct Ahead {
   const char* at;
   int step;
@@ -28,7 +28,7 @@ struct Ahead {
   }
 };
 
-// A tile's loop is a function of its own: among others, registers are shared out worse (5 % in int8).
+// A tile's loop is a separate function: inlined, it gets worse register allocation (5 % slower in int8).
 #define TREADLE_NOINLINE __attribute__((noinline))
 
 // out: [R, 32].
@@ -108,8 +108,8 @@ inline void tile(const Weights& w, const Activations& x, int panel, int row, int
   }
 }
 
-// The product for all rows. Work-shared among the threads of a team: a thread takes neighbouring panels, each
-// for all rows, so that weights are read once; where panels are few for the threads, rows are shared out too.
+// The product for all rows. The work is shared among the threads of a team: a thread takes neighbouring panels,
+// each for all rows, so that weights are read once; if there are too few panels, rows are divided as well.
 //
 // epilogue(row, rows, panel, tile): takes [rows, 32] sums, bias not yet added.
 template <class Epilogue>
@@ -130,7 +130,7 @@ inline void gemm(const Weights& w, const Activations& x, int rows, int threads, 
     const char* next = static_cast<const char*>(w.data) + (panel + 1 < panels ? panel + 1 : panel) * size;
     alignas(64) float out[ROWS_BF16 * PANEL];
     for (int t = first; t < last; ++t) {
-      // Tiles of equal size: none is left with so few rows that its sums wait for each other.
+      // Tiles of equal size, so that none has too few rows to hide the latency of an addition.
       const int row = int(int64_t(rows) * t / tiles), end = int(int64_t(rows) * (t + 1) / tiles);
       tile(w, x, panel, row, end - row, out, Ahead{next + size_t(t - first) * steps * step, step});
       epilogue(row, end - row, panel, out);
@@ -165,7 +165,7 @@ struct Write {
 using Store = Write<false>;
 using Add = Write<true>;
 
-constexpr int GATES = PANEL / 2;  // of a panel; as many ups follow
+constexpr int GATES = PANEL / 2;  // in a panel, followed by as many ups
 
 // A panel holds 16 gates, then the 16 ups that belong to them: out[row, 16 × panel + j] = silu(gate) × up.
 struct SiluMul {

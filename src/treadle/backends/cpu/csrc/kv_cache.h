@@ -1,17 +1,17 @@
-// The paged KV cache, and how a token's key and value come into it.
+// The paged KV cache, and how a token's key and value are stored in it.
 //
-// A block holds all layers side by side, so that a sequence touches little memory, and for each layer and KV head
-// cells of 16 tokens. A cell is laid out as attention reads it:
+// A block holds all layers side by side, so that a sequence's memory is compact, and cells of 16 tokens for each
+// layer and KV head. A cell is laid out as attention reads it:
 //   keys    as the panel of a matrix product whose columns are the 16 tokens: int8 [D/4][16][4], bf16 [D/2][16][2]
 //   values  as one whose inputs are the tokens: int8 [4][D][4], bf16 [8][D][2]
 //   scales  int8 only: float [16] for keys, [16] for values, one per token and head
-// D is head_dim padded to a multiple of 16 with zeros. A block that is no multiple of 16 tokens is padded to it.
+// D is head_dim padded to a multiple of 16 with zeros. Blocks are padded to a multiple of 16 tokens.
 #pragma once
 #include "norm.h"
 
 namespace treadle {
 
-constexpr int CELL = 16;      // tokens of a cell
+constexpr int CELL = 16;      // tokens in a cell
 constexpr int MAX_DIM = 256;  // of a head
 
 struct KVCache {
@@ -84,8 +84,8 @@ inline void copy_token(const KVCache& kv, char* from, int from_lane, char* to, i
   }
 }
 
-// Queries as attention multiplies them: narrow [tokens, heads, dim] with bfloat16 keys; with int8 keys bytes of
-// the same shape, a scale per token and head, and the number at which an integer sum starts.
+// Queries as attention multiplies them: with bfloat16 keys narrow [tokens, heads, dim]; with int8 keys bytes of
+// the same shape, and for each token and head a scale and the start value of an integer sum.
 struct Queries {
   act* narrow;
   int8_t* bytes;
@@ -93,8 +93,8 @@ struct Queries {
   int32_t* corrections;  // [tokens, heads]
 };
 
-// Normalize a head if the model does (weight not null), then rotate pairs (i, i + D/2) by the position's angles
-// (Su et al. 2021): in [head_dim] → out [dim], zero beyond.
+// Normalize a head if the model does so (weight is not null), then rotate pairs (i, i + D/2) by the position's
+// angles (Su et al. 2021): in [head_dim] → out [dim], padded with zeros.
 inline void rotate_head(const float* in, int head_dim, int dim, const float* weight, float eps, const float* cosines,
                         const float* sines, float* out) {
   alignas(64) float x[MAX_DIM];

@@ -4,7 +4,7 @@
 
 namespace treadle {
 
-// 1 / sqrt(mean(x²) + eps) over `size` floats that lie in a buffer padded with zeros to whole groups of 64.
+// 1 / sqrt(mean(x²) + eps) over `size` floats in a buffer that is padded with zeros to whole groups of 64.
 inline float inverse_rms(const float* x, int size, float eps) {
   vf sums[GROUP / W];
   for (auto& s : sums) s = zero();
@@ -18,7 +18,7 @@ inline float inverse_rms(const float* x, int size, float eps) {
   return 1.0f / std::sqrt(reduce_add(total) / float(size) + eps);
 }
 
-// Normalize row `from` of x [.., k] (padded) and narrow it into row `to` of the activations.
+// Normalize x [k] (padded) and narrow it into row `to` of the activations.
 inline void norm_row(const Activations& out, int to, const float* x, int size, const float* weight, float eps) {
   const float scale = inverse_rms(x, size, eps);
   alignas(64) float values[GROUP];

@@ -1,7 +1,7 @@
 // Weights, in the order in which the dot products read them.
 //
-// [n, k] is cut into panels of 32 outputs. Within a panel the inputs go from first to last, so that a
-// multiplication reads a panel from its first byte to its last:
+// [n, k] is cut into panels of 32 outputs. Within a panel the inputs are in order, so that a multiplication
+// reads a panel from its first byte to its last:
 //   bfloat16: [n/32][k/2][32][2]      int8: [n/32][k/4][32][4], a scale per output
 // n is padded to a multiple of 32 and k to one of 64, with zeros.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace treadle {
 
-constexpr int PANEL = 32;  // outputs of a panel
+constexpr int PANEL = 32;  // outputs in a panel
 constexpr int GROUP = 64;  // inputs that share a scale of the int8 activations; k is padded to it
 
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -63,7 +63,7 @@ inline void pack_int8(const float* source, int rows, int columns, int8_t* data, 
   }
 }
 
-// Row `index` of the matrix as floats: an embedding that is also the output projection is kept once.
+// Row `index` of the matrix as floats: an embedding that is also the output projection is stored only once.
 inline void unpack_row(const Weights& w, int index, float* out) {
   const int panel = index / PANEL, c = index % PANEL;
   if (w.scale == nullptr) {

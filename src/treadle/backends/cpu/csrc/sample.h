@@ -56,7 +56,7 @@ struct Penalties {
 
 }  // extern "C"
 
-constexpr int BLOCK = 256;  // numbers that are summed as floats before they are added as a double
+constexpr int BLOCK = 256;  // weights that are summed in float before the sum is added to a double
 
 template <class F>
 inline void for_vectors(int n, const F& f) {
@@ -110,7 +110,7 @@ class RowSampler {
     for_vectors(vocab_, [&](int i, int n) {
       const vf x = mul(sub(load_first(logits + i, n, -std::numeric_limits<float>::infinity()), highest), scale);
       vf p = exp2(x);
-      // What exp2 clamps (a forbidden token's -inf above all) must have no chance at all.
+      // What exp2 clamps (above all the -inf of forbidden tokens) must have a weight of exactly 0.
       const uint32_t alive = mask_gt(x, never);
       alignas(64) float values[W];
       store(values, p);
@@ -153,7 +153,7 @@ class RowSampler {
     return total;
   }
 
-  // Weights that are at least `least`. A few of the vocabulary, so that sorting costs nothing.
+  // Weights that are at least `least`: few compared with the vocabulary, so that sorting them is cheap.
   void collect(float least) {
     few_.clear();
     for_vectors(vocab_, [&](int i, int n) {
@@ -174,7 +174,7 @@ class RowSampler {
       if (least == 0.0f || mass(least) >= target) return collect(least);
   }
 
-  // The least weight of the smallest set of highest weights among `few_` whose sum reaches `target`.
+  // The lowest weight in the smallest set of highest weights among `few_` whose sum reaches `target`.
   float nucleus(double target) {
     size_t low = 0, high = few_.size();
     while (high - low > 32) {
@@ -261,7 +261,7 @@ inline void report_row(const Reports& r, int i, std::vector<std::pair<float, int
   double total = 0.0;
   int above = 0;
   const int wanted = std::min(r.num_top[i], r.vocab);
-  // The best so far, in descending order of (logit, -id); what does not beat the last is passed over at once.
+  // The best so far, in descending order of (logit, -id); what does not beat the last is skipped at once.
   best.clear();
   float bar = -inf;
   for (int b = 0; b < r.vocab; b += BLOCK) {
@@ -308,11 +308,11 @@ inline void report_rows(const Reports& r) {
 }
 
 // Repetition: over prompt and output, a positive logit is divided, a negative one multiplied (Keskar et al. 2019).
-// Presence and frequency: over the output, a constant and a multiple of the count are taken away.
+// Presence and frequency: over the output, a constant and a multiple of the count are subtracted.
 inline void penalize_rows(const Penalties& p) {
 #pragma omp parallel num_threads(p.threads) if (p.rows > 1)
   {
-    std::vector<int32_t> counts(p.vocab, 0);  // of outputs; -1 for a token that is done
+    std::vector<int32_t> counts(p.vocab, 0);  // in the output; -1 for a token that is done
     std::vector<int32_t> seen;
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < p.rows; ++i) {

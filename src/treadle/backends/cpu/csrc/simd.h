@@ -1,8 +1,8 @@
-// One vector of floats, as wide as the build allows, and the two dot products that everything is made of.
+// One vector of floats, as wide as the build allows, and the two dot products that all kernels are made of.
 //
 // Builds differ only in this file: AVX512 with BF16 and VNNI, with VNNI, without either, and AVX2.
 // Reductions and fused multiply-adds are written out (the compiler runs with -ffp-contract=off), so that the
-// order of every sum is the source's and not the compiler's.
+// source fixes the order of every sum, not the compiler.
 #pragma once
 #include <immintrin.h>
 
@@ -22,7 +22,7 @@ inline float bf16_to_float(bf16 x) {
   return value;
 }
 
-// Rounds to the nearest, ties to even; a NaN stays one.
+// Rounds to the nearest, ties to even; a NaN stays a NaN.
 inline bf16 float_to_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -32,7 +32,7 @@ inline bf16 float_to_bf16(float x) {
 
 #if defined(__AVX512F__)
 
-constexpr int W = 16;  // floats of a vector
+constexpr int W = 16;  // floats in a vector
 using vf = __m512;
 using vi = __m512i;
 
@@ -190,8 +190,8 @@ inline vf exp2(vf x) {
 }
 constexpr float LOG2_E = 1.44269504f;
 
-// dot2: W columns of weights, two bfloat16 along the reduction each, times one pair of activations.
-// Activations are bfloat16 where the instruction is, else floats.
+// dot2: W columns of weights, two bfloat16 of each along the reduction axis, times one pair of activations.
+// Activations are bfloat16 in builds that have the instruction, floats in the others.
 #if defined(__AVX512BF16__)
 using act = bf16;
 using w2 = __m512bh;
@@ -226,9 +226,9 @@ inline act to_act(float x) { return x; }
 inline float from_act(act x) { return x; }
 #endif
 
-// dot4: W columns of int8 weights, four along the reduction each, times four int8 activations; exact.
-// VNNI multiplies unsigned by signed, so there weights are stored with 128 added, and a sum starts at -128
-// times the sum of its activations. Elsewhere |w| × ±x keeps the 16-bit sums of two from saturating.
+// dot4: W columns of int8 weights, four of each along the reduction axis, times four int8 activations; exact.
+// VNNI multiplies unsigned by signed numbers: its builds store weights with 128 added, and start a sum at -128
+// times the sum of its activations. In the others |w| × ±x keeps the 16-bit sums of two products from saturating.
 #if defined(__AVX512VNNI__)
 constexpr int WEIGHT_BIAS = 128;
 using w4 = vi;
@@ -272,7 +272,7 @@ inline vi dot4(vi acc, const w4& w, const int8_t* x) {
 }
 #endif
 
-// Calls run(std::integral_constant<int, count>()) for a count from 1 to MAX: loops over that many unroll.
+// Calls run(std::integral_constant<int, count>()) for a count from 1 to MAX, so that loops over `count` are unrolled.
 template <int MAX, class Run>
 inline void with_count(int count, const Run& run) {
   if constexpr (MAX > 1) {

@@ -13,7 +13,7 @@ namespace treadle {
 
 extern "C" {
 
-// Mirrored by treadle.backends.cpu.library; sizes of the model, not padded unless said.
+// Mirrored by treadle.backends.cpu.library; sizes are the model's, without padding unless noted.
 struct Layer {
   const float* input_norm;  // [padded hidden]
   Weights qkv;
@@ -21,7 +21,7 @@ struct Layer {
   const float* k_norm;
   Weights o;
   const float* post_norm;
-  Weights gate_up;  // per panel 16 gates, then 16 ups
+  Weights gate_up;  // in each panel 16 gates, then 16 ups
   Weights down;
   const float* cosines;  // [positions, head_dim / 2]
   const float* sines;
@@ -42,7 +42,7 @@ struct Step {
   const int32_t* positions;  // [tokens]
   const int32_t* rows;       // [tokens], of the block tables
   const int32_t* tables;     // [.., table_stride]
-  const int32_t* run_start;  // [runs]: neighbouring tokens of one sequence
+  const int32_t* run_start;  // [runs]: consecutive tokens of one sequence
   const int32_t* run_count;  // [runs]
   int64_t table_stride;
   int32_t tokens, runs, threads;
@@ -50,7 +50,7 @@ struct Step {
 
 }  // extern "C"
 
-// Memory that is kept from step to step and grows when a step needs more; std::bad_alloc if there is none.
+// Memory that is kept from step to step and grows when a step needs more; std::bad_alloc if that fails.
 template <class T>
 class Buffer {
  public:
@@ -73,7 +73,7 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// Room for activations of up to `rows` rows of up to `k` columns.
+// Buffers for activations of up to `rows` rows of up to `k` columns.
 class ActivationBuffer {
  public:
   Activations get(size_t rows, int64_t k, bool is_int8) {
@@ -101,7 +101,7 @@ struct Best {
   int32_t id;
 };
 
-// The epilogue of the output projection: notes the best token of each row, and stores logits where they are wanted.
+// The epilogue of the output projection: records the best token of each row, and stores requested logits.
 struct Logits {
   float* out;            // [.., vocab]
   const int32_t* place;  // [rows]: the row's place in `out`, or -1
@@ -150,7 +150,7 @@ class Engine {
     } else {
       q.narrow = query_narrow_.get(size_t(T) * m_.heads * kv_.dim);
     }
-    if (attended > width)  // the padding's columns have no head that writes them
+    if (attended > width)  // no head writes the columns of the padding
       for (int t = 0; t < T; ++t) std::memset(out + t * attended + width, 0, (attended - width) * sizeof(float));
     make_items(step);
     AttentionLayer attention{kv_, 0, step.tables, step.table_stride, q, m_.heads, m_.head_dim, out, attended};
@@ -217,7 +217,7 @@ class Engine {
     for (int i = m_.hidden; i < hidden; ++i) out[i] = 0.0f;
   }
 
-  // One token's queries, keys and values: normalized, rotated, and written to where attention reads them.
+  // Normalize and rotate one token's queries and keys, and store them and its values where attention reads them.
   void rotate_and_store(const Step& step, const Layer& layer, int i, int t, const float* qkv, const Queries& q) const {
     const int D = m_.head_dim, position = step.positions[t];
     const float* cosines = layer.cosines + int64_t(position) * (D / 2);

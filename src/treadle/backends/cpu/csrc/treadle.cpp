@@ -1,6 +1,6 @@
 // The library's entry points, called through ctypes. Pointers are raw; sizes are checked by the caller.
 //
-// A step is one call of treadle_forward, then treadle_logits for the tokens whose logits somebody wants.
+// A step is one call of treadle_forward, then treadle_logits for the tokens whose logits are needed.
 #include "sample.h"
 #include "step.h"
 
@@ -24,7 +24,7 @@ constexpr AbiEntry ABI[] = {
     {nullptr, 0},
 };
 
-// 0, or 1 if there was no memory: an exception must not leave a function that C calls.
+// 0, or 1 if an allocation failed: an exception must not leave a function that is called from C.
 template <class F>
 int32_t status_of(const F& f) {
   try {
@@ -39,7 +39,7 @@ int32_t status_of(const F& f) {
 
 extern "C" {
 
-// Sizes and constants, until one without a name; Python compares them with its own when it loads the library.
+// Sizes and constants, up to an entry without a name. Python compares them with its own when it loads the library.
 const AbiEntry* treadle_abi() { return ABI; }
 
 // Packing
@@ -54,7 +54,7 @@ void treadle_pack_int8(const float* source, int32_t rows, int32_t columns, void*
 
 // The engine
 
-// Null if there is no memory.
+// Null if an allocation failed.
 void* treadle_create(const Model* model, const KVCache* kv) {
   Engine* engine = nullptr;
   status_of([&] { engine = new Engine(*model, *kv); });
