@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from support.engines import logits_of
 from support.gguf_files import write_llama_gguf
 from support.oracles import reference_logits
-from test_oracle import logits_of
 from treadle.backends.torch.model import TorchModel
 from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.models.architectures import find_gguf, gguf_names
