@@ -1,5 +1,6 @@
 """Compiling and caching the kernels, and what happens when that does not work."""
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -31,6 +32,22 @@ def cache(tmp_path, monkeypatch):
     library.load_library.cache_clear()
     yield folder
     library.load_library.cache_clear()
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A source that is quickly compiled."""
+    path = tmp_path / "small.cpp"
+    path.write_text('extern "C" int answer() { return 42; }')
+    return path
+
+
+def script(folder, commands):
+    """A compiler that does what a shell script says."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{commands}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def test_the_names_are_those_of_the_settings():
@@ -119,10 +136,7 @@ def test_two_processes_at_once(cache):
 
 
 def test_the_compilers_words_are_shown_and_torch_goes_on(cache, tmp_path, monkeypatch, caplog):
-    compiler = tmp_path / "broken-compiler"
-    compiler.write_text("#!/bin/sh\necho 'error: this machine has no vowels' >&2\nexit 3\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CXX", script(tmp_path, "echo 'error: this machine has no vowels' >&2; exit 3"))
     with pytest.raises(KernelBuildError, match=r"(?s)failed with status 3.*has no vowels"):
         library_path("avx2")
     with caplog.at_level(logging.WARNING, "treadle"):
@@ -139,17 +153,116 @@ def test_no_compiler(cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler-7")
     with pytest.raises(KernelBuildError, match=r"CXX=no-such-compiler-7: there is no such program"):
         library_path("avx2")
+    monkeypatch.setenv("CXX", 'g++ "')
+    with pytest.raises(KernelBuildError, match="not a command line"):
+        library_path("avx2")
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler was found"):
         library_path("avx2")
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_damaged_library_is_compiled_again(cache, caplog, small):
+    path = library_path("avx2", FAST, small)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    other = cache / "other.so"
+    subprocess.run(["gcc", "-shared", "-x", "c", "/dev/null", "-o", str(other)], check=True)
+    damaged = (
+        whole[:middle],
+        whole[:middle] + bytes(4096) + whole[middle + 4096 :],
+        bytes(5),
+        b"",
+        other.read_bytes(),
+    )
+    for content in damaged:
+        caplog.clear()
+        path.write_bytes(content)
+        with caplog.at_level(logging.INFO, "treadle"):
+            assert library_path("avx2", FAST, small) == path
+        (line,) = [record.message for record in caplog.records]
+        assert line == f"{path} is damaged; compiling the CPU kernels (avx2) again"
+    assert ctypes.CDLL(str(path)).answer() == 42
+
+
+def test_a_compiler_that_leaves_a_broken_file_is_called_again(cache, tmp_path, monkeypatch, small):
+    calls = tmp_path / "calls"
+    for action in ("exit 0", 'printf broken > "$last"', 'head -c 20000 /bin/sh > "$last"'):
+        calls.write_text("")
+        monkeypatch.setenv("CXX", script(tmp_path, f'for last; do :; done; echo "$last" >> {calls}; {action}'))
+        for _ in range(2):
+            with pytest.raises(KernelBuildError, match=r"left (no file|a file that cannot be loaded).*CXX"):
+                library_path("avx2", FAST, small)
+        assert len([line for line in calls.read_text().splitlines() if line.endswith(".so")]) == 2
+        assert not list(cache.glob("*.so"))
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(cache, tmp_path, monkeypatch, small):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(build, "_VERSION_TIMEOUT_S", 0.5)
+    monkeypatch.setenv("CXX", script(tmp_path, f"exec 9> {fifo}; sleep 100; echo survived >&9"))
+    with pytest.raises(KernelBuildError, match=r"--version took more than 0.5 s; install g\+\+, or name another"):
+        library_path("avx2", FAST, small)
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""  # the last process that could write has ended
+    os.close(reader)
+
+
+def test_what_a_compiler_writes_may_be_any_bytes(cache, tmp_path, monkeypatch, small):
+    monkeypatch.setenv("CXX", script(tmp_path, "printf '\\377no\\376' >&2; printf '\\377'; [ $# = 1 ]"))
+    with pytest.raises(KernelBuildError, match="failed with status 1.*\n\ufffdno\ufffd"):
+        library_path("avx2", FAST, small)
+
+
+def test_a_compiled_library_is_used_without_a_compiler(cache, monkeypatch, caplog, small):
+    path = library_path("avx2", FAST, small)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with caplog.at_level(logging.INFO, "treadle"):
+        assert library_path("avx2", FAST, small) == path
+    assert "no C++ compiler was found" in caplog.text
+    with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler"):
+        library_path("avx2", ("-O1",), small)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler"):
+        library_path("avx2", FAST, small)
+
+
+def test_a_cache_that_cannot_be_written(cache, tmp_path, monkeypatch, caplog, small):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TREADLE_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(KernelBuildError, match="TREADLE_CACHE_DIR"):
-        library_path("avx2", FAST)
+    path = library_path("avx2", FAST, small)
+    assert ctypes.CDLL(str(path)).answer() == 42
+    assert "set TREADLE_CACHE_DIR to a folder that can be written" in caplog.text
+    monkeypatch.setattr(build.tempfile, "mkdtemp", refuse)
+    with pytest.raises(KernelBuildError, match=r"cannot be written \(.*set TREADLE_CACHE_DIR"):
+        library_path("avx2", FAST, small)
+
+
+def refuse(*args, **options):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_cache_that_can_only_be_read(cache, monkeypatch, caplog, small):
+    path = library_path("avx2", FAST, small)
+    monkeypatch.setattr(build.fcntl, "flock", refuse)  # a folder's mode does not hold root off
+    assert library_path("avx2", FAST, small) == path
+    assert not caplog.records
+
+
+def test_a_user_without_a_home(monkeypatch, small):
+    for name in ("HOME", "XDG_CACHE_HOME", "TREADLE_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    with pytest.raises(KernelBuildError, match="home directory.*set TREADLE_CACHE_DIR"):
+        library_path("avx2", FAST, small)
+
+
+def test_a_library_that_cannot_be_loaded_is_a_typed_error(tmp_path):
+    (tmp_path / "broken.so").write_text("no library")
+    with pytest.raises(KernelBuildError, match=r"broken.so cannot be loaded \(.*TREADLE_CACHE_DIR"):
+        Library(str(tmp_path / "broken.so"), "avx2")
 
 
 def test_another_processor(monkeypatch, caplog):

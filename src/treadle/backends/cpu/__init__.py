@@ -49,7 +49,7 @@ def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
         try:
             load_library(build)
             return None
-        except (KernelBuildError, OSError) as error:
+        except KernelBuildError as error:
             reason = str(error)
     if by_name:
         raise ConfigError("cpu_kernels", f"{build} cannot be used: {reason}")

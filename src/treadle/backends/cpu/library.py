@@ -152,12 +152,18 @@ class Library:
         dll: its functions, by the names in csrc/treadle.cpp. Those that find no memory raise MemoryError.
 
     Raises:
-        KernelBuildError: the library was made from other sources than this module mirrors.
+        KernelBuildError: the library cannot be loaded, or was made from other sources than this module mirrors.
     """
 
     def __init__(self, path: str, build: str) -> None:
         self.build = build
-        self.dll = ctypes.CDLL(path)
+        try:
+            self.dll = ctypes.CDLL(path)
+        except OSError as error:
+            raise KernelBuildError(
+                f"{path} cannot be loaded ({error}); install what it lacks, or set TREADLE_CACHE_DIR to a folder on "
+                f"a file system that is not mounted with noexec"
+            ) from error
         for name, (result, arguments) in _FUNCTIONS.items():
             try:
                 function = getattr(self.dll, name)
