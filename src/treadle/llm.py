@@ -77,6 +77,7 @@ class LLM:
         ModelLoadError: the model cannot be found or read.
         UnsupportedModelError: a model that is not computed here.
         ConfigError: settings that cannot work.
+        EngineError: this process was forked from one that had made an LLM; spawn it instead.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from treadle.backends import BackendSettings, choose_backend
 from treadle.core.clock import SystemClock
 from treadle.core.config import CacheConfig, RequestLimits, policy_name
 from treadle.core.errors import InvalidRequestError
+from treadle.core.forks import check_not_forked, watch_forks
 from treadle.engine import Engine
 from treadle.engine.observers import Observer, StatsLogger
 from treadle.models.registry import load_model
@@ -76,7 +77,10 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         ModelLoadError: the model cannot be found or read.
         UnsupportedModelError: a model that is not computed here.
         ConfigError: settings that cannot work with this model on this machine.
+        EngineError: this process was forked from one in which an engine was built.
     """
+    check_not_forked()
+    watch_forks()
     start = time.monotonic()
     loaded = load_model(config.model)
     model_config = loaded.config

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from treadle.core.errors import EngineError
+from treadle.core.forks import check_not_forked
 from treadle.core.outputs import RequestOutput, merge_deltas
 from treadle.core.request import Request
 from treadle.engine.engine import Engine
@@ -180,6 +181,7 @@ class AsyncEngine:
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` between two steps, in the engine's thread; returns or raises what it does."""
+        check_not_forked()
         future: Future[T] = Future()
         if not self._submit(_Command(function, future)):
             raise self._error or EngineError("the engine has stopped")

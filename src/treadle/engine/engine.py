@@ -6,6 +6,7 @@ from typing import Protocol
 
 from treadle.core.clock import Clock
 from treadle.core.errors import InvalidRequestError
+from treadle.core.forks import check_not_forked
 from treadle.core.outputs import RequestOutput
 from treadle.core.request import FinishReason, Request
 from treadle.core.request import Sequence as TokenSequence
@@ -93,7 +94,8 @@ class Engine:
         self._observers = [other for other in self._observers if other is not observer]
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
-        """Queue `request`; InvalidRequestError if it cannot be served, Overloaded if the queue is full.
+        """Queue `request`; InvalidRequestError if it cannot be served, Overloaded if the queue is full, EngineError
+        in a process forked from the engine's.
 
         Args:
             request: a checked request with a new id.
@@ -109,6 +111,7 @@ class Engine:
         self.scheduler.check(request)
 
     def _check_supported(self, request: Request, stream: bool) -> None:
+        check_not_forked()
         if request.lora is not None and not self.runner.supports_lora:
             raise InvalidRequestError(
                 "lora_request",

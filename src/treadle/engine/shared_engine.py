@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from treadle.core.errors import EngineError
+from treadle.core.forks import check_not_forked
 from treadle.core.outputs import RequestOutput
 from treadle.core.request import Request
 from treadle.engine.engine import Engine
@@ -44,7 +45,8 @@ class SharedEngine:
 
         Raises:
             InvalidRequestError, Overloaded: as `Engine.add_request`.
-            EngineError: called within a step of the same engine, by an observer.
+            EngineError: called within a step of the same engine, by an observer, or in a process forked from the
+                engine's.
         """
         mailbox: Mailbox = []
         try:
@@ -77,6 +79,7 @@ class SharedEngine:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
+        check_not_forked()  # before the lock, which another thread may have held at the fork
         self._lock.acquire()
         try:
             yield
