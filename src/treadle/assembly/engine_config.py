@@ -70,7 +70,9 @@ class EngineConfig(SchedulingSettings):
         "build of the native CPU kernels: auto for the best that runs here, off for plain torch",
         choices=CPU_KERNELS,
     )
-    num_threads: int | None = _model(None, "threads that compute on a CPU", low=1, default_text="all cores")
+    num_threads: int | None = _model(
+        None, "threads that compute on a CPU", low=1, default_text="all cores that it may use"
+    )
     block_size: int = _cache(16, "tokens of a KV block", low=1)
     num_kv_blocks: int | None = _cache(
         None, "blocks of the KV pool; at most one of this and kv_cache_memory", low=1, default_text="from free memory"

@@ -14,6 +14,7 @@ from treadle.backends.cpu.build import BUILDS, KernelBuildError, best_build, mis
 from treadle.backends.cpu.library import Library, load_library
 from treadle.backends.cpu.model import NativeModel, why_not_native
 from treadle.backends.protocol import BackendSettings
+from treadle.backends.threads import default_num_threads
 from treadle.core.errors import ConfigError
 from treadle.models.loaders.base import WeightSource
 from treadle.models.spec import ModelSpec
@@ -94,5 +95,5 @@ def open(
         max_model_len=settings.max_model_len,
         on_progress=on_progress,
     )
-    threads = settings.num_threads or torch.get_num_threads()
+    threads = settings.num_threads or default_num_threads()
     return CPUBackend(model, block_size=settings.block_size, int8_kv=settings.int8_kv, threads=threads)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from treadle.backends.protocol import BackendSettings
+from treadle.backends.threads import default_num_threads
 from treadle.backends.torch.backend import TorchBackend
 from treadle.backends.torch.model import TorchModel
 from treadle.core.errors import ConfigError
@@ -48,8 +49,7 @@ def open(
         settings: for which `why_not` returned None.
         on_progress: called with a number from 0 to 1 while weights are read.
     """
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
+    torch.set_num_threads(settings.num_threads or default_num_threads())
     if settings.int8_weights:
         logger.warning("int8 without the native kernels is simulated in floating point, which is slow")
     device = _device(settings)
