@@ -43,14 +43,14 @@ def _require(condition: bool, message: str) -> None:
 def _check_pool(name: str, pool: BlockPool, tables: dict[Sequence, list[int]]) -> None:
     references = Counter(block for table in tables.values() for block in table)
     counts = pool.ref_counts.tolist()
-    for block, count in enumerate(counts):
-        _require(
-            count == references[block],
-            f"{name} block {block} counts {count} references, tables have {references[block]}",
+    if counts != [references.get(block, 0) for block in range(pool.num_blocks)]:
+        block = next(block for block, count in enumerate(counts) if count != references[block])
+        raise InvariantViolation(
+            f"{name} block {block} counts {counts[block]} references, tables have {references[block]}"
         )
     free = pool.free_block_ids()
     _require(len(set(free)) == len(free), f"a {name} block is on the free stack twice")
-    idle = [block for block in range(pool.num_blocks) if pool.is_cached_idle(block)]
+    idle = pool.cached_idle_block_ids()
     _require(not set(free) & set(idle), f"a {name} block is both free and cached-idle")
     _require(all(counts[block] == 0 for block in free + idle), f"a {name} block is both available and referenced")
     _require(
@@ -65,9 +65,8 @@ def _check_index(scheduler: Scheduler) -> None:
     if kv.index is None:
         return
     findable = set(kv.index.blocks())
-    idle = {block for block in range(kv.pool.num_blocks) if kv.pool.is_cached_idle(block)}
     _require(len(findable) == len(kv.index), "the prefix index has entries without a block of their own")
-    _require(idle <= findable, "a cached-idle block cannot be found")
+    _require(findable.issuperset(kv.pool.cached_idle_block_ids()), "a cached-idle block cannot be found")
     _require(not set(kv.pool.free_block_ids()) & findable, "a free block can be found")
 
 
