@@ -160,9 +160,11 @@ class TestTinyPaths:
     def test_chunks(self, path, chunk):
         path.check(max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16), enable_prefix_caching=False)
 
-    def test_chunks_of_one(self, path):
+    @pytest.mark.parametrize("longest", [400, pytest.param(1988, marks=pytest.mark.slow)])
+    def test_chunks_of_one(self, path, longest):
         # Three sequences would need steps of three.
-        single = [i for i, (_, params) in enumerate(path.requests) if params.n == 1]
+        requests = enumerate(path.requests)
+        single = [i for i, (prompt, params) in requests if params.n == 1 and len(prompt) <= longest]
         got = path.run([path.requests[i] for i in single], max_num_batched_tokens=1, max_num_seqs=1)
         assert got == [path.alone[i] for i in single]
 

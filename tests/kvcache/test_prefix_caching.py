@@ -77,12 +77,12 @@ def test_tails_are_evicted_before_beginnings():
 def test_the_index_never_outgrows_the_pool():
     engine = ToyEngine(num_blocks=10, block_size=2, max_model_len=20, max_num_seqs=2)
     index = engine.scheduler.kv.index
-    for i in range(2_000):
+    for i in range(500):
         engine.add(f"r{i}", [i % 50, i // 50, 3, 4, 5, 6, 7, 8, 9], max_tokens=2)
         engine.run()
         engine.finished.clear()
         assert len(index) <= 10
-    assert index.version > 5_000  # far more blocks were indexed than there are
+    assert index.version > 1_250  # far more blocks were indexed than there are
 
 
 def test_off_means_off():

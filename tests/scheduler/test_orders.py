@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from support.examples import share
 from treadle.core.errors import ConfigError, InvalidRequestError, Overloaded
 from treadle.core.lora import LoRARequest
 from treadle.scheduler import WaitReason
@@ -351,4 +352,4 @@ def test_the_examples_of_the_docs_are_policies():
     for name, policy in [("least_served.py", "LeastServed"), ("decodes_when_busy.py", "DecodesWhenBusy")]:
         namespace = {}
         exec(example_of_the_docs(name), namespace)
-        check_policy(namespace[policy], num_traces=6)
+        check_policy(namespace[policy], num_traces=share(6, at_least=3))

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from support.examples import share
 from treadle.assembly.engine_config import EngineConfig
 from treadle.core.errors import ConfigError, EngineError
 from treadle.scheduler.phases import Phases
@@ -20,7 +21,7 @@ BUILTIN = [cls for kind in (PHASES, ORDERS, VICTIMS) for cls in kind.builtin.val
 
 @pytest.mark.parametrize("policy", BUILTIN, ids=lambda policy: policy.__name__)
 def test_the_builtin_policies(policy):
-    check_policy(policy, num_traces=4)
+    check_policy(policy, num_traces=share(4, at_least=2))
 
 
 class AnyVerbs(PhasePolicy):
@@ -82,7 +83,7 @@ class Shuffled(VictimPolicy):
 
 @pytest.mark.parametrize("policy", [AnyVerbs, Backwards, Whims, Shuffled])
 def test_any_choice_is_safe(policy):
-    check_policy(policy, num_traces=8)
+    check_policy(policy, num_traces=share(8, at_least=4))
 
 
 class Lazy(QueueOrder):
@@ -205,12 +206,15 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize(
+    ("failure", "after"),
+    # No trace asks for victims more than five times.
+    [(failure, after) for failure in FAILURES for after in (0, 5) if after == 0 or FAILURES[failure][3] != "order"],
+)
 def test_a_policy_that_fails_is_named_once_and_replaced(failure, after, caplog):
     setting, kind, name, method, how = FAILURES[failure]
     num_replaced = 0
-    for seed in range(10 if method == "order" else 3):  # victims are seldom asked for
+    for seed in (5, 6, 7):  # victims are asked for in the first two
         caplog.clear()
         policy = failing(kind.builtin[name], method, after, how)
         with caplog.at_level(logging.ERROR, logger="treadle"):
@@ -221,7 +225,7 @@ def test_a_policy_that_fails_is_named_once_and_replaced(failure, after, caplog):
             default = next(iter(kind.builtin))
             assert f"{kind.noun} 'Failing' failed" in record.getMessage()
             assert f"is replaced by {default!r}" in record.getMessage()
-    assert num_replaced or (method == "order" and after)
+    assert num_replaced == (2 if method == "order" else 3)
 
 
 def test_ranks_are_renewed_when_the_order_is_replaced(caplog):

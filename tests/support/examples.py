@@ -5,9 +5,14 @@ from typing import Any
 
 from hypothesis import settings
 
-SHARE = 1.0 if os.environ.get("TREADLE_TEST_EXAMPLES") == "all" else 0.15
+SHARE = 1.0 if os.environ.get("TREADLE_TEST_EXAMPLES") == "all" else 0.1
+
+
+def share(count: int, at_least: int) -> int:
+    """How many of the `count` examples in CI are run."""
+    return max(at_least, round(count * SHARE))
 
 
 def examples(count: int, **options: Any) -> settings:
-    """Settings for `count` examples in CI."""
-    return settings(max_examples=max(10, round(count * SHARE)), deadline=None, **options)
+    """Hypothesis's settings for `count` examples in CI."""
+    return settings(max_examples=share(count, at_least=10), deadline=None, **options)
