@@ -42,7 +42,7 @@ def test_metadata_and_tensors_equal_the_gguf_package(file, request):
     for tensor in theirs.tensors[:: max(1, len(theirs.tensors) // 14)]:
         info = ours.tensors[tensor.name]
         assert info.shape == tuple(map(int, tensor.shape))[::-1]
-        assert np.array_equal(ours.raw(info, tensor.n_bytes), tensor.data.reshape(-1).view(np.uint8))
+        assert np.array_equal(ours.raw(info).reshape(-1), tensor.data.reshape(-1).view(np.uint8))
 
 
 @pytest.mark.parametrize("kind", SUPPORTED_TYPES)
@@ -77,9 +77,8 @@ def test_names_of_weights_equal_the_gguf_packages(name):
 def test_unsupported_type_is_named(tmp_path):
     path = tmp_path / "model.gguf"
     write_llama_gguf(path, gguf.GGMLQuantizationType.Q5_0)
-    loaded = load_model(str(path))
     with pytest.raises(UnsupportedModelError, match="quantized as Q5_0; supported are F32"):
-        loaded.weights.get("model.layers.0.self_attn.q_proj.weight", (256, 256), torch.float32)
+        load_model(str(path))
 
 
 def test_unsupported_architecture_is_named(tmp_path):

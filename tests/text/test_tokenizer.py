@@ -3,6 +3,7 @@ import pytest
 from support.real_prompts import TEXTS
 from support.sentencepiece import sentencepiece_metadata
 from treadle.core.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.metadata import ModelMetadata
 from treadle.text.gguf_tokenizer import eos_token_ids_from_gguf, tokenizer_from_gguf
 from treadle.text.tokenizer import Tokenizer
 
@@ -48,8 +49,8 @@ def test_sentencepiece_merges_by_score_and_falls_back_to_bytes():
 def test_bos_follows_the_file_then_the_kind():
     metadata = sentencepiece_metadata()
     assert tokenizer_from_gguf(metadata).encode("the")[0] == 1
-    assert tokenizer_from_gguf({**metadata, "tokenizer.ggml.add_bos_token": False}).encode("the")[0] != 1
-    assert tokenizer_from_gguf({**metadata, "tokenizer.ggml.add_eos_token": True}).encode("the")[-1] == 2
+    assert tokenizer_from_gguf(sentencepiece_metadata(add_bos_token=False)).encode("the")[0] != 1
+    assert tokenizer_from_gguf(sentencepiece_metadata(add_eos_token=True)).encode("the")[-1] == 2
     assert 1 not in tokenizer_from_gguf(metadata).encode("the", add_special_tokens=False)
 
 
@@ -65,26 +66,24 @@ def test_bos_follows_the_file_then_the_kind():
 )
 def test_words_are_split_as_the_models_were_trained(pre, text, words):
     alphabet = sorted(set("".join(words).replace(" ", "Ġ").replace("\n", "Ċ")))
-    tokenizer = tokenizer_from_gguf(
-        {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": pre,
-            "tokenizer.ggml.tokens": alphabet,
-            "tokenizer.ggml.merges": [],
-        }
-    )
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": alphabet,
+        "tokenizer.ggml.merges": [],
+    }
+    tokenizer = tokenizer_from_gguf(ModelMetadata(metadata, "model.gguf"))
     pieces = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
     assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in pieces] == words
 
 
 def test_unknown_kinds_are_named():
-    metadata = sentencepiece_metadata()
     with pytest.raises(UnsupportedModelError, match="'rwkv' is not supported; supported are 'gpt2'"):
-        tokenizer_from_gguf({**metadata, "tokenizer.ggml.model": "rwkv"})
+        tokenizer_from_gguf(sentencepiece_metadata(model="rwkv"))
     with pytest.raises(UnsupportedModelError, match="'mystery' is not supported; supported are default, gpt-2"):
-        tokenizer_from_gguf({**metadata, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "mystery"})
+        tokenizer_from_gguf(sentencepiece_metadata(model="gpt2", pre="mystery"))
     with pytest.raises(ModelLoadError, match=r"no vocabulary \(tokenizer.ggml.tokens\)"):
-        tokenizer_from_gguf({"tokenizer.ggml.model": "gpt2"})
+        tokenizer_from_gguf(ModelMetadata({"tokenizer.ggml.model": "gpt2"}, "model.gguf"))
 
 
 def test_broken_tokenizer_json(tmp_path):
@@ -95,6 +94,7 @@ def test_broken_tokenizer_json(tmp_path):
 
 
 def test_every_end_of_turn_is_an_end():
-    assert eos_token_ids_from_gguf(
-        {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 5}
-    ) == {5, 7}
+    metadata = sentencepiece_metadata(eos_token_id=5, eot_token_id=7, eom_token_id=5)
+    assert eos_token_ids_from_gguf(metadata, 10) == {5, 7}
+    with pytest.raises(ModelLoadError, match=r"model\.gguf: .*eot_token_id must be an integer from 0 to 6, got 7"):
+        eos_token_ids_from_gguf(metadata, 7)

@@ -1,12 +1,13 @@
-"""What an architecture's file says: how to read a ModelSpec from a checkpoint, and what its weights are called."""
+"""What defines an architecture: how to read a ModelSpec from a checkpoint, and what its weights are called."""
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
+from treadle.core.metadata import ModelMetadata
 from treadle.models.gguf_metadata import GGUFMetadata
 from treadle.models.spec import ModelSpec
 
@@ -17,7 +18,7 @@ Metadata = TypeVar("Metadata")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMap:
-    """Where a checkpoint keeps what the forward passes ask for by Hugging Face's names of Llama's weights.
+    """Where a checkpoint stores the weights, which the forward passes request by Hugging Face's names for Llama.
 
     Those are `model.embed_tokens`, `model.norm`, `lm_head` and, with `model.layers.{}.` in front,
     `input_layernorm`, `self_attn.{q,k,v,o}_proj`, `self_attn.{q,k}_norm`, `post_attention_layernorm` and
@@ -25,16 +26,18 @@ class WeightMap:
 
     Attributes:
         names: name → the checkpoint's name, both without `.weight` and with `{}` for the layer's number.
-            A name that is not here is the checkpoint's own.
-        convert: (name, the checkpoint's tensor, spec) → the tensor that the forward passes expect, for
-            checkpoints that store one in another order or several in one; None if the tensors are the same.
+            The checkpoint uses the same name for a weight that is not listed.
+        convert: (name, the checkpoint's tensor, spec) → the tensor that the forward passes expect, for checkpoints
+            that order a tensor's rows differently or store several tensors in one; None if none of them do. It is
+            also called with tensors on the device "meta", which have a shape and no values, to check all shapes
+            before any weight is read.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     convert: Callable[[str, torch.Tensor, ModelSpec], torch.Tensor] | None = None
 
     def name_of(self, name: str) -> str:
-        """The checkpoint's name of the weight `name`."""
+        """The checkpoint's name for the weight `name`."""
         stem, _, kind = name.rpartition(".")
         layer = _LAYER.search(stem)
         pattern = stem if layer is None else f"{stem[: layer.start()]}{{}}{stem[layer.end() :]}"
@@ -46,12 +49,14 @@ class WeightMap:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat(Generic[Metadata]):
-    """How checkpoints of one kind hold an architecture.
+    """How checkpoints of one format represent an architecture.
 
     Attributes:
-        name: what they call it: an entry of `architectures` in config.json, or GGUF's `general.architecture`.
-        spec: reads the spec from their metadata. May raise KeyError for what is missing, TypeError and
-            ArithmeticError for what makes no sense, and ModelLoadError with a message of its own.
+        name: the architecture's name in them: an entry of `architectures` in config.json, or
+            `general.architecture` in GGUF.
+        spec: reads the spec from their metadata. The getters of ModelMetadata raise ModelLoadError for a missing or
+            invalid value; other exceptions (KeyError, TypeError, ValueError, …) also become ModelLoadErrors that name
+            the file.
         weights: what they call the weights.
     """
 
@@ -65,9 +70,9 @@ class Architecture:
     """An architecture that Treadle can load.
 
     Attributes:
-        huggingface: how folders in Hugging Face's layout hold it; the metadata is the content of config.json.
-        gguf: how GGUF files hold it; None if there are none, or if they call it another architecture.
+        huggingface: its representation in Hugging Face's layout; the metadata is the content of config.json.
+        gguf: its representation in GGUF; None if there is none, or if GGUF files declare another architecture.
     """
 
-    huggingface: CheckpointFormat[Mapping[str, Any]]
+    huggingface: CheckpointFormat[ModelMetadata]
     gguf: CheckpointFormat[GGUFMetadata] | None = None

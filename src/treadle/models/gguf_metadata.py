@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from treadle.core.errors import UnsupportedModelError
+from treadle.core.metadata import ModelMetadata
 from treadle.models.spec import (
+    MAX_LAYERS,
     AttentionSpec,
     LayerSpec,
     MLPSpec,
@@ -44,7 +45,7 @@ class GGUFMetadata:
         rope_divisors: content of the tensor `rope_freqs.weight`, empty if there is none.
     """
 
-    values: Mapping[str, Any]
+    values: ModelMetadata
     has_output: bool
     rope_divisors: tuple[float, ...] = ()
 
@@ -60,45 +61,50 @@ def spec_from_gguf(
         qkv_bias, qk_norm: as in AttentionSpec.
 
     Raises:
-        KeyError, TypeError, ArithmeticError, ModelLoadError: something is missing or makes no sense.
+        ModelLoadError: a value is missing or invalid.
         UnsupportedModelError: a variant that a spec cannot express.
     """
     values = metadata.values
-    arch = values["general.architecture"]
-    if values.get(f"{arch}.expert_count"):
+    arch = values.text("general.architecture")
+    if values.integer(f"{arch}.expert_count", 0, minimum=0):
         raise UnsupportedModelError(f"mixtures of experts ({arch}.expert_count) are not supported")
-    hidden_size, num_heads = values[f"{arch}.embedding_length"], values[f"{arch}.attention.head_count"]
-    head_dim = values.get(f"{arch}.attention.key_length") or hidden_size // num_heads
-    rotated = values.get(f"{arch}.rope.dimension_count", head_dim)
+    hidden_size = values.integer(f"{arch}.embedding_length")
+    num_heads = values.integer(f"{arch}.attention.head_count")
+    head_dim = values.integer(f"{arch}.attention.key_length", max(1, hidden_size // num_heads))
+    rotated = values.integer(f"{arch}.rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise UnsupportedModelError(f"rotating {rotated} of {head_dim} head dimensions is not supported")
-    scaling = values.get(f"{arch}.rope.scaling.type", "none")
+    scaling = values.text(f"{arch}.rope.scaling.type", "none")
     rope = RopeConfig(
-        theta=float(values.get(f"{arch}.rope.freq_base", 10000.0)),
+        theta=values.number(f"{arch}.rope.freq_base", 10000.0),
         rope_type="default" if scaling == "none" else scaling,
-        factor=float(values.get(f"{arch}.rope.scaling.factor", 1.0)),
+        factor=values.number(f"{arch}.rope.scaling.factor", 1.0) or 1.0,  # 0 also means none
         frequency_divisors=metadata.rope_divisors,
     )
-    norm = NormSpec(eps=float(values[f"{arch}.attention.layer_norm_rms_epsilon"]))
+    norm = NormSpec(eps=values.number(f"{arch}.attention.layer_norm_rms_epsilon", above=0.0))
+    window = values.integer(f"{arch}.attention.sliding_window", 0, minimum=0)
     layer = LayerSpec(
         norm=norm,
         attention=AttentionSpec(
             num_heads=num_heads,
-            num_kv_heads=values.get(f"{arch}.attention.head_count_kv", num_heads),
+            num_kv_heads=values.integer(f"{arch}.attention.head_count_kv", num_heads),
             head_dim=head_dim,
             rope=rope,
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
-            window=values.get(f"{arch}.attention.sliding_window") or None,
+            window=window or None,
         ),
-        mlp=MLPSpec(intermediate_size=values[f"{arch}.feed_forward_length"]),
+        mlp=MLPSpec(intermediate_size=values.integer(f"{arch}.feed_forward_length")),
     )
+    vocab_size = f"{arch}.vocab_size"
     return ModelSpec(
         architecture=architecture,
-        vocab_size=values.get(f"{arch}.vocab_size") or len(values["tokenizer.ggml.tokens"]),
+        vocab_size=values.integer(vocab_size)
+        if values.has(vocab_size)
+        else len(values.texts("tokenizer.ggml.tokens")),
         hidden_size=hidden_size,
-        max_position_embeddings=values[f"{arch}.context_length"],
+        max_position_embeddings=values.integer(f"{arch}.context_length"),
         tie_word_embeddings=not metadata.has_output,
-        layers=repeat_layer(layer, values[f"{arch}.block_count"]),
+        layers=repeat_layer(layer, values.integer(f"{arch}.block_count", maximum=MAX_LAYERS)),
         norm=norm,
     )

@@ -5,7 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from treadle.core.errors import UnsupportedModelError
+from treadle.core.metadata import ModelMetadata
 from treadle.models.spec import (
+    MAX_LAYERS,
     AttentionSpec,
     LayerSpec,
     MLPSpec,
@@ -34,18 +36,19 @@ def spec_from_huggingface(
         qkv_bias, o_bias, qk_norm, mlp_bias, window: as in AttentionSpec and MLPSpec.
 
     Raises:
-        KeyError, TypeError, ArithmeticError, ModelLoadError: something is missing or makes no sense.
+        ModelLoadError: a value is missing or invalid.
         UnsupportedModelError: a variant that a spec cannot express.
     """
-    hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
-    norm = NormSpec(eps=float(config["rms_norm_eps"]))
-    activation = config.get("hidden_act", "silu")
+    config = ModelMetadata.of(config, "config.json")
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    norm = NormSpec(eps=config.number("rms_norm_eps", above=0.0))
+    activation = config.text("hidden_act", "silu")
     layer = LayerSpec(
         norm=norm,
         attention=AttentionSpec(
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or hidden_size // num_heads,
+            num_kv_heads=config.integer("num_key_value_heads", num_heads),
+            head_dim=config.integer("head_dim", max(1, hidden_size // num_heads)),
             rope=rope_from_huggingface(config),
             qkv_bias=qkv_bias,
             o_bias=o_bias,
@@ -53,57 +56,59 @@ def spec_from_huggingface(
             window=window,
         ),
         mlp=MLPSpec(
-            intermediate_size=config["intermediate_size"],
+            intermediate_size=config.integer("intermediate_size"),
             activation="silu" if activation == "swish" else activation,
             bias=mlp_bias,
         ),
     )
     return ModelSpec(
         architecture=architecture,
-        vocab_size=config["vocab_size"],
+        vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
-        max_position_embeddings=config["max_position_embeddings"],
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        layers=repeat_layer(layer, config["num_hidden_layers"]),
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        layers=repeat_layer(layer, config.integer("num_hidden_layers", maximum=MAX_LAYERS)),
         norm=norm,
     )
 
 
 def rope_from_huggingface(config: Mapping[str, Any]) -> RopeConfig:
-    """The rotary embedding that a config.json describes, one for all layers."""
+    """The rotary embedding that a config.json describes, the same for all layers."""
+    config = ModelMetadata.of(config, "config.json")
     # transformers 5 writes rope_parameters; before it there were rope_theta and rope_scaling.
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = config.section("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
     nested = [name for name, value in parameters.items() if isinstance(value, Mapping)]
     if nested:
         raise UnsupportedModelError(f"rope parameters per kind of layer ({', '.join(nested)}) are not supported")
-    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+    rotated = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if rotated != 1.0:
         raise UnsupportedModelError("rotating a part of the head (partial_rotary_factor) is not supported")
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    original = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
     return RopeConfig(
-        theta=float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_type=rope_type,
-        factor=float(parameters.get("factor", 1.0)),
-        low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
-        original_max_position_embeddings=int(original),
+        theta=parameters.number("rope_theta", config.number("rope_theta", 10000.0)),
+        rope_type=parameters.text("rope_type", parameters.text("type", "default")),
+        factor=parameters.number("factor", 1.0),
+        low_freq_factor=parameters.number("low_freq_factor", 1.0),
+        high_freq_factor=parameters.number("high_freq_factor", 4.0),
+        original_max_position_embeddings=parameters.integer(
+            "original_max_position_embeddings", config.integer("max_position_embeddings")
+        ),
     )
 
 
 def with_sliding_windows(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
-    """`spec` with the window in those layers that config.json gives one: as `layer_types` says, or, without it,
-    the layers from `max_window_layers` on if `use_sliding_window` is set."""
-    window = config.get("sliding_window")
-    if window is None:
+    """`spec` with a window in those layers to which config.json gives one: those that `layer_types` lists or, without
+    it, the layers from `max_window_layers` on if `use_sliding_window` is set."""
+    config = ModelMetadata.of(config, "config.json")
+    if not config.has("sliding_window"):
         return spec
-    kinds = config.get("layer_types")
-    if kinds:
+    window, num_layers = config.integer("sliding_window"), spec.num_hidden_layers
+    if config.get("layer_types"):
+        kinds = config.texts("layer_types", length=num_layers)
         has_window = [kind == "sliding_attention" for kind in kinds]
     else:
-        first = config.get("max_window_layers", 0) if config.get("use_sliding_window") else spec.num_hidden_layers
-        has_window = [i >= first for i in range(spec.num_hidden_layers)]
-    if len(has_window) != spec.num_hidden_layers:
-        raise TypeError(f"layer_types has {len(has_window)} entries for {spec.num_hidden_layers} layers")
+        uses_windows = config.flag("use_sliding_window", False)
+        first = config.integer("max_window_layers", 0, minimum=0) if uses_windows else num_layers
+        has_window = [i >= first for i in range(num_layers)]
     layers = [
         replace(layer, attention=replace(layer.attention, window=window if windowed else None))
         for layer, windowed in zip(spec.layers, has_window, strict=True)

@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from treadle.core.errors import ModelLoadError
 from treadle.models.spec import RopeConfig
 
 
@@ -12,16 +11,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians per position for each pair of dimensions: float32 [head_dim / 2].
 
     "llama3" divides the frequencies whose wavelength exceeds the original context over `low_freq_factor` by
-    `factor`, keeps those below the original context over `high_freq_factor`, and passes smoothly between
-    (Llama 3.1's reference code).
+    `factor`, keeps those below the original context over `high_freq_factor`, and interpolates in between (Llama 3.1's
+    reference code).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.frequency_divisors:
-        divisors = torch.tensor(rope.frequency_divisors, dtype=torch.float32)
-        if divisors.shape != frequencies.shape:
-            raise ModelLoadError(f"rope_freqs.weight has {len(divisors)} numbers, the heads need {len(frequencies)}")
-        frequencies = frequencies / divisors
+        frequencies = frequencies / torch.tensor(rope.frequency_divisors, dtype=torch.float32)
     if rope.rope_type == "linear":
         return frequencies / rope.factor
     if rope.rope_type == "llama3":

@@ -54,12 +54,20 @@ class ChatTemplate:
     Args:
         source: the Jinja text.
         bos_token, eos_token: values of these template variables; None leaves one undefined.
+        origin: the file that it comes from, for messages.
 
     Raises:
         ModelLoadError: the template is not valid Jinja.
     """
 
-    def __init__(self, source: str, *, bos_token: str | None = None, eos_token: str | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        origin: str = "the model",
+    ) -> None:
         self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -71,8 +79,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ModelLoadError(f"the model's chat template is not valid: {error}") from error
+        except Exception as error:  # deep nesting and constant expressions make jinja2 raise any Python exception
+            raise ModelLoadError(f"{origin}: the chat template is not valid ({error})") from error
         # Templates test whether a token is defined, so a missing token must stay undefined.
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}

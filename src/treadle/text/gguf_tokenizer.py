@@ -4,17 +4,20 @@ GGUF stores the vocabulary, merges and scores, and the name of the pre-tokenizer
 (`tokenizer.ggml.pre`); the pre-tokenizers defined here are those that the models were trained with.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from treadle.core.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.metadata import ModelMetadata
 from treadle.text.tokenizer import Tokenizer
 
 # Values of tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+MAX_PIECE_LENGTH = 512
+"""Characters of the longest SentencePiece piece that merges lead to; by default, training makes none above 16."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3_WORDS = (
@@ -57,36 +60,36 @@ _PRE_TOKENIZERS: dict[str, tuple[Any, bool, bool, bool]] = {
 }
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+def tokenizer_from_gguf(metadata: ModelMetadata) -> Tokenizer:
     """Build the tokenizer that the metadata of a GGUF file describes.
-
-    Args:
-        metadata: key → value as in the file, arrays as lists.
 
     Raises:
         ModelLoadError: the metadata is incomplete or inconsistent.
         UnsupportedModelError: the kind of tokenizer or the pre-tokenizer is not supported.
     """
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = metadata.texts("tokenizer.ggml.tokens")
     if not tokens:
-        raise ModelLoadError("the GGUF file has no vocabulary (tokenizer.ggml.tokens)")
-    kind = metadata.get("tokenizer.ggml.model")
+        raise ModelLoadError(f"{metadata.source}: there is no vocabulary (tokenizer.ggml.tokens)")
+    kind = metadata.text("tokenizer.ggml.model")
     vocab = {token: i for i, token in enumerate(tokens)}
+    if len(vocab) < len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if vocab[token] != i)
+        raise ModelLoadError(f"{metadata.source}: tokenizer.ggml.tokens contains {twice!r} twice")
+    types = metadata.integers("tokenizer.ggml.token_type", length=len(tokens))
     if kind == "gpt2":
         backend, add_bos = _byte_level_bpe(metadata, vocab)
     elif kind == "llama":
-        backend, add_bos = _sentencepiece_bpe(metadata, vocab, tokens)
+        backend, add_bos = _sentencepiece_bpe(metadata, vocab, types)
     else:
         raise UnsupportedModelError(
             f"tokenizer.ggml.model {kind!r} is not supported; supported are 'gpt2' (byte-level BPE) "
             f"and 'llama' (SentencePiece BPE)"
         )
-    types = metadata.get("tokenizer.ggml.token_type") or []
     backend.add_special_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)])
     backend.add_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind == _USER_DEFINED])
     bos, eos = _special(metadata, tokens, "bos"), _special(metadata, tokens, "eos")
-    before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", add_bos) else []
-    after = [eos] if eos and metadata.get("tokenizer.ggml.add_eos_token", False) else []
+    before = [bos] if bos and metadata.flag("tokenizer.ggml.add_bos_token", add_bos) else []
+    after = [eos] if eos and metadata.flag("tokenizer.ggml.add_eos_token", False) else []
     if before or after:
         backend.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
@@ -96,25 +99,27 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer(backend, bos_token=bos, eos_token=eos)
 
 
-def eos_token_ids_from_gguf(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """All ids that end a sequence: end of text, of turn, of message."""
-    keys = ("eos", "eot", "eom")
-    ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
-    return frozenset(token_id for token_id in ids if token_id is not None)
+def eos_token_ids_from_gguf(metadata: ModelMetadata, vocab_size: int) -> frozenset[int]:
+    """The ids that the metadata names as end of text, of turn or of message; ModelLoadError for one outside the
+    vocabulary."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    return frozenset(metadata.integer(key, minimum=0, maximum=vocab_size - 1) for key in keys if metadata.has(key))
 
 
-def _byte_level_bpe(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
-    name = metadata.get("tokenizer.ggml.pre", "default")
+def _byte_level_bpe(metadata: ModelMetadata, vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
+    name = metadata.text("tokenizer.ggml.pre", "default")
     if name not in _PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(sorted(_PRE_TOKENIZERS))}"
         )
     pre_tokenizer, ignore_merges, nfc, add_bos = _PRE_TOKENIZERS[name]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in metadata.texts("tokenizer.ggml.merges")]
     try:
         model = models.BPE(vocab, merges, ignore_merges=ignore_merges)
     except Exception as error:  # tokenizers raises plain Exception
-        raise ModelLoadError(f"the GGUF file's vocabulary and merges are inconsistent ({error})") from error
+        raise ModelLoadError(
+            f"{metadata.source}: tokenizer.ggml.merges must be pairs of tokens that make a token ({error})"
+        ) from error
     backend = tokenizers.Tokenizer(model)
     if nfc:
         backend.normalizer = normalizers.NFC()
@@ -124,17 +129,16 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple
 
 
 def _sentencepiece_bpe(
-    metadata: Mapping[str, Any], vocab: dict[str, int], tokens: list[str]
+    metadata: ModelMetadata, vocab: dict[str, int], types: list[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    scores = metadata.get("tokenizer.ggml.scores")
+    scores = metadata.numbers("tokenizer.ggml.scores", length=len(vocab))
     if not scores:
-        raise ModelLoadError("the GGUF file has no token scores (tokenizer.ggml.scores)")
-    types = metadata.get("tokenizer.ggml.token_type") or []
-    unknown = next((tokens[i] for i, kind in enumerate(types) if kind == _UNKNOWN), None)
+        raise ModelLoadError(f"{metadata.source}: there are no token scores (tokenizer.ggml.scores)")
+    unknown = next((token for token, i in vocab.items() if types and types[i] == _UNKNOWN), None)
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab, _merges(vocab, tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab, _merges(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    add_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    add_prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     prepend = [normalizers.Prepend("▁")] if add_prefix else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if add_prefix else []
@@ -144,10 +148,15 @@ def _sentencepiece_bpe(
     return backend, True
 
 
-def _merges(vocab: dict[str, int], tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: every split of a piece into two pieces, best score first."""
+def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's scores imply: every split of a piece into two pieces, best score first.
+
+    The work is quadratic in the length of a piece, so longer ones than MAX_PIECE_LENGTH are left out.
+    """
     merges = []
-    for i, token in enumerate(tokens):
+    for token, i in vocab.items():
+        if len(token) > MAX_PIECE_LENGTH:
+            continue
         splits = [(token[:k], token[k:]) for k in range(1, len(token))]
         splits = [(left, right) for left, right in splits if left in vocab and right in vocab]
         splits.sort(key=lambda split: (vocab[split[0]], vocab[split[1]]))
@@ -160,6 +169,6 @@ def _added(token: str) -> AddedToken:
     return AddedToken(token, normalized=False)
 
 
-def _special(metadata: Mapping[str, Any], tokens: list[str], name: str) -> str | None:
-    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return tokens[token_id] if token_id is not None and 0 <= token_id < len(tokens) else None
+def _special(metadata: ModelMetadata, tokens: list[str], name: str) -> str | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    return tokens[metadata.integer(key, minimum=0, maximum=len(tokens) - 1)] if metadata.has(key) else None

@@ -1,17 +1,18 @@
-"""The architectures that can be loaded: a module here each, and those that other packages bring.
+"""The architectures that can be loaded: one module of this package each, and those that other packages provide.
 
-Every module of this package has an `ARCHITECTURE`. A package registers one of its own under the entry-point group
-`treadle.architectures`; the entry names an `Architecture` object.
+Every module of this package defines an `ARCHITECTURE`. Another package registers one under the entry-point group
+`treadle.architectures`; the entry point refers to an `Architecture` object.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from treadle.core.errors import UnsupportedModelError
+from treadle.core.metadata import ModelMetadata
 from treadle.models.architecture import Architecture, CheckpointFormat
 from treadle.models.gguf_metadata import GGUFMetadata
 
@@ -19,11 +20,11 @@ ENTRY_POINT_GROUP = "treadle.architectures"
 
 
 class Architectures(NamedTuple):
-    """What there is.
+    """All architectures, and the entry points that could not be loaded.
 
     Attributes:
-        usable: those that come with Treadle, by name, then other packages'.
-        broken: why an entry point of another package gives no architecture, in words; one text each.
+        usable: the built-in ones, sorted by name, then those of other packages.
+        broken: one message per entry point that could not be loaded.
     """
 
     usable: tuple[Architecture, ...]
@@ -31,19 +32,19 @@ class Architectures(NamedTuple):
 
 
 def all_architectures() -> Architectures:
-    """The architectures that come with Treadle, and what the entry points of other packages give."""
+    """The built-in architectures and those of other packages."""
     usable = list(_built_in())
     broken = []
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: (entry.name, entry.value)):
         try:
             usable.append(_load(entry, usable))
-        except Exception as error:  # whatever another package's code raises must not harm other models
+        except Exception as error:  # an error in another package must not affect other models
             broken.append(f"entry point {_origin(entry)}: {type(error).__name__}: {error}")
     return Architectures(tuple(usable), tuple(broken))
 
 
-def find_huggingface(names: Sequence[str]) -> CheckpointFormat[Mapping[str, Any]]:
-    """How to read the architecture that config.json calls by one of `names`; UnsupportedModelError if none can."""
+def find_huggingface(names: Sequence[str]) -> CheckpointFormat[ModelMetadata]:
+    """The format of the first architecture with one of `names` in config.json; UnsupportedModelError if none has."""
     for architecture in _one_by_one():
         if architecture.huggingface.name in names:
             return architecture.huggingface
@@ -51,7 +52,7 @@ def find_huggingface(names: Sequence[str]) -> CheckpointFormat[Mapping[str, Any]
 
 
 def find_gguf(name: str | None) -> CheckpointFormat[GGUFMetadata]:
-    """How to read the architecture that GGUF files call `name`; UnsupportedModelError if none can."""
+    """The format of the architecture called `name` in GGUF files; UnsupportedModelError if there is none."""
     for architecture in _one_by_one():
         if architecture.gguf is not None and architecture.gguf.name == name:
             return architecture.gguf
@@ -59,17 +60,17 @@ def find_gguf(name: str | None) -> CheckpointFormat[GGUFMetadata]:
 
 
 def huggingface_names() -> list[str]:
-    """What config.json calls the architectures that can be loaded."""
+    """The names in config.json of the architectures that can be loaded."""
     return [architecture.huggingface.name for architecture in all_architectures().usable]
 
 
 def gguf_names() -> list[str]:
-    """What GGUF files call the architectures that can be loaded."""
+    """The names in GGUF files of the architectures that can be loaded."""
     return [a.gguf.name for a in all_architectures().usable if a.gguf is not None]
 
 
 def _one_by_one() -> Iterator[Architecture]:
-    # Code of other packages runs only if no architecture of Treadle's own is the right one.
+    # Code of other packages runs only if no built-in architecture matches.
     yield from _built_in()
     yield from all_architectures().usable[len(_built_in()) :]
 

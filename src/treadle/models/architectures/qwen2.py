@@ -1,8 +1,6 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): biases on queries, keys and values; some layers may have a window."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from treadle.core.metadata import ModelMetadata
 from treadle.models.architecture import Architecture, CheckpointFormat, WeightMap
 from treadle.models.gguf_metadata import GGUF_NAMES, GGUFMetadata, spec_from_gguf
 from treadle.models.huggingface_config import spec_from_huggingface, with_sliding_windows
@@ -11,7 +9,7 @@ from treadle.models.spec import ModelSpec
 NAME = "Qwen2ForCausalLM"
 
 
-def _from_huggingface(config: Mapping[str, Any]) -> ModelSpec:
+def _from_huggingface(config: ModelMetadata) -> ModelSpec:
     return with_sliding_windows(spec_from_huggingface(NAME, config, qkv_bias=True), config)
 
 

@@ -1,8 +1,6 @@
 """Qwen3 (Yang et al. 2025), dense: queries and keys are normalized per head; some layers may have a window."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from treadle.core.metadata import ModelMetadata
 from treadle.models.architecture import Architecture, CheckpointFormat, WeightMap
 from treadle.models.gguf_metadata import GGUF_NAMES, GGUFMetadata, spec_from_gguf
 from treadle.models.huggingface_config import spec_from_huggingface, with_sliding_windows
@@ -11,8 +9,8 @@ from treadle.models.spec import ModelSpec
 NAME = "Qwen3ForCausalLM"
 
 
-def _from_huggingface(config: Mapping[str, Any]) -> ModelSpec:
-    has_bias = bool(config.get("attention_bias", False))
+def _from_huggingface(config: ModelMetadata) -> ModelSpec:
+    has_bias = config.flag("attention_bias", False)
     spec = spec_from_huggingface(NAME, config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
     return with_sliding_windows(spec, config)
 

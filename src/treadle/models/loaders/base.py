@@ -1,4 +1,4 @@
-"""What every reader of model files gives."""
+"""What every loader returns, and the checks that all of them make."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,17 +7,19 @@ from typing import Any, Protocol
 
 import torch
 
-from treadle.core.errors import ModelLoadError
+from treadle.core.errors import InvalidRequestError, ModelLoadError
+from treadle.core.metadata import ModelMetadata
+from treadle.core.sampling_params import SamplingParams
 from treadle.models.architecture import CheckpointFormat, Metadata, WeightMap
-from treadle.models.spec import ModelSpec
+from treadle.models.spec import ModelSpec, weight_shapes
 from treadle.text import ChatTemplate, Tokenizer
 
 
 class WeightSource(Protocol):
-    """Weights by Hugging Face's names of Llama's (see WeightMap), read one at a time."""
+    """Weights by Hugging Face's names for Llama (see WeightMap), read one at a time."""
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor `name` in `dtype`; ModelLoadError if it is missing or has another shape."""
+        """The tensor `name` in `dtype`; ModelLoadError if it is missing, misshapen or not finite."""
         ...
 
 
@@ -30,8 +32,17 @@ class TensorReader(Protocol):
 
     path: Path
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor `name`, without reading it.
+
+        Raises:
+            ModelLoadError: there is none.
+            UnsupportedModelError: its type cannot be read.
+        """
+        ...
+
     def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`, floats of any width; ModelLoadError if it is missing or cannot be read."""
+        """The tensor `name`, floats of any width; raises like `shape`, and ModelLoadError if reading fails."""
         ...
 
 
@@ -40,19 +51,36 @@ class CheckpointWeights:
 
     Args:
         tensors: of the files.
-        weights: where they keep what is asked for.
+        weights: their names and layouts.
         spec: of the model.
+
+    Raises:
+        ModelLoadError: a weight that the model needs is missing or has another shape. No weight is read for this.
+        UnsupportedModelError: a weight's type cannot be read.
     """
 
     def __init__(self, tensors: TensorReader, weights: WeightMap, spec: ModelSpec) -> None:
         self._tensors = tensors
         self._map = weights
         self._spec = spec
+        for name, shape in weight_shapes(spec):
+            own_name = weights.name_of(name)
+            self._convert(name, own_name, torch.empty(tensors.shape(own_name), device="meta"), shape)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor `name` in `dtype`; ModelLoadError if it is missing or has another shape."""
+        """The tensor `name` in `dtype`; ModelLoadError if it is missing, misshapen or not finite in `dtype`."""
         own_name = self._map.name_of(name)
-        tensor = self._tensors.read(own_name)
+        tensor = self._convert(name, own_name, self._tensors.read(own_name), shape).to(dtype)
+        least, greatest = torch.aminmax(tensor)  # both NaN if an element is
+        if not (torch.isfinite(least) and torch.isfinite(greatest)):
+            num_bad = int(tensor.numel() - torch.isfinite(tensor).sum())
+            raise ModelLoadError(
+                f"{self._tensors.path}: {own_name} has {num_bad} values that are NaN or infinite in "
+                f"{str(dtype).removeprefix('torch.')}; the file is damaged, or needs a wider dtype"
+            )
+        return tensor
+
+    def _convert(self, name: str, own_name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         found = f"{self._tensors.path}: {own_name} has shape {tuple(tensor.shape)}"
         if self._map.convert is not None:
             try:
@@ -61,40 +89,65 @@ class CheckpointWeights:
                 raise ModelLoadError(f"{found}, from which {name} cannot be taken ({error})") from error
         if tuple(tensor.shape) != shape:
             raise ModelLoadError(f"{found}, the config needs {shape}")
-        return tensor.to(dtype)
+        return tensor
 
 
-def read_spec(checkpoint: CheckpointFormat[Metadata], metadata: Metadata, what: str) -> ModelSpec:
+def read_spec(checkpoint: CheckpointFormat[Metadata], metadata: Metadata, source: str) -> ModelSpec:
     """The spec that an architecture reads from a model's metadata.
 
     Args:
         checkpoint: how the architecture is read.
         metadata: what it is read from.
-        what: the metadata, in messages.
+        source: the file, in messages.
 
     Raises:
-        ModelLoadError: something is missing or makes no sense.
+        ModelLoadError: a value is missing or invalid.
         UnsupportedModelError: a variant that a spec cannot express.
     """
     try:
         return checkpoint.spec(metadata)
+    except ModelLoadError as error:
+        if str(error).startswith(source):
+            raise
+        raise type(error)(f"{source}: {error}") from error
     except KeyError as error:
-        raise ModelLoadError(f"{what} lacks {error.args[0]!r}") from None
-    except (TypeError, ArithmeticError) as error:
-        raise ModelLoadError(f"{what} makes no sense ({error})") from error
+        raise ModelLoadError(f"{source} lacks {error.args[0]!r}") from None
+    except Exception as error:  # the code of another package
+        raise ModelLoadError(f"{source}: no model can be made of it ({error!r})") from error
+
+
+def read_sampling_defaults(metadata: ModelMetadata, names: Mapping[str, str]) -> dict[str, Any]:
+    """The sampling parameters that a model's files recommend.
+
+    Args:
+        metadata: of the file.
+        names: key of the file → SamplingParams' name.
+
+    Raises:
+        ModelLoadError: a value that SamplingParams does not accept.
+    """
+    found = {}
+    for key, name in names.items():
+        if metadata.has(key):
+            try:
+                SamplingParams(**{name: metadata[key]})
+            except InvalidRequestError as error:
+                raise ModelLoadError(f"{metadata.source}: {key} {error.problem}") from error
+            found[name] = metadata[key]
+    return found
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model's files, opened.
+    """A model whose files are open and checked; weights are read when they are requested.
 
     Attributes:
         config: what it is made of.
         weights: its tensors.
         tokenizer: of the model.
         chat_template: None if it has none.
-        eos_token_ids: every id that ends a sequence.
-        sampling_defaults: sampling parameters that the model asks for, by SamplingParams' names.
+        eos_token_ids: every id that ends a sequence, each below `config.vocab_size`.
+        sampling_defaults: sampling parameters that the model's files recommend, by SamplingParams' names.
     """
 
     config: ModelSpec

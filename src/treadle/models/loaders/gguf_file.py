@@ -1,13 +1,15 @@
 """The container format of GGUF: header, metadata, tensor table.
 
 The `gguf` package reads it too, but makes a numpy array of every string of the vocabulary, which takes
-seconds; this takes a tenth of one (docs/decisions/003-gguf-header.md). Quantized blocks are decoded by the
+seconds; this takes a tenth of a second (docs/decisions/003-gguf-header.md). Quantized blocks are decoded by the
 package. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.core.errors import ModelLoadError
+from treadle.core.metadata import MAX_SIZE, ModelMetadata
 
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
@@ -23,32 +26,50 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 
 
+@cache
+def _quant_sizes() -> dict[int, tuple[int, int]]:
+    """GGML's number of a quantization → elements and bytes of a block."""
+    from gguf import GGML_QUANT_SIZES
+
+    return {kind.value: sizes for kind, sizes in GGML_QUANT_SIZES.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Where a tensor lies.
 
     Attributes:
-        name: GGUF's name.
-        shape: in torch's order, the last dimension contiguous.
+        name: in the file.
+        shape: in torch's order, the last dimension contiguous; every dimension is at least 1.
         type_id: GGML's number of the quantization.
         offset: bytes from the start of the data section.
+        row_bytes: bytes of the last dimension; 0 for a quantization that the `gguf` package does not know.
     """
 
     name: str
     shape: tuple[int, ...]
     type_id: int
     offset: int
+    row_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape[:-1]) * self.row_bytes
 
 
 class GGUFFile:
     """A GGUF file, mapped into memory.
 
+    Opening it takes time and memory in proportion to the header, whatever sizes the header claims.
+
     Attributes:
+        path: of the file.
         metadata: key → value, arrays as lists.
-        tensors: name → where it lies.
+        tensors: name → where it lies; each lies within the file, and none overlap.
 
     Raises:
-        ModelLoadError: the file is missing, is not GGUF, or ends too early.
+        ModelLoadError: the file is missing, is not GGUF, ends too early, or contradicts itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,18 +86,14 @@ class GGUFFile:
             self._read_header()
         except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
             raise ModelLoadError(
-                f"{path}: broken or cut off near byte {self._position} of {len(self._data)} ({error})"
+                f"{path}: damaged or cut off near byte {self._position} of {len(self._data)} ({error})"
             ) from error
 
-    def raw(self, info: TensorInfo, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor; ModelLoadError if the file ends before."""
+    def raw(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor: [*shape[:-1], row_bytes]."""
         start = self._data_start + info.offset
-        if start + num_bytes > len(self._data):
-            raise ModelLoadError(
-                f"{self.path}: cut off; {info.name} needs bytes {start} to {start + num_bytes}, "
-                f"the file has {len(self._data)}"
-            )
-        return np.frombuffer(self._data, dtype=np.uint8, count=num_bytes, offset=start)
+        raw = np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=start)
+        return raw.reshape(*info.shape[:-1], info.row_bytes)
 
     def _read_header(self) -> None:
         if self._data[:4] != b"GGUF":
@@ -88,18 +105,51 @@ class GGUFFile:
         num_tensors, num_fields = self._scalar("Q"), self._scalar("Q")
         for _ in range(num_fields):
             key = self._string()
-            self.metadata[key] = self._value(self._scalar("I"))
+            if key in self.metadata:
+                raise ModelLoadError(f"{self.path}: the key {key!r} occurs twice")
+            self.metadata[key] = self._value(key, self._scalar("I"))
         for _ in range(num_tensors):
-            name = self._string()
-            num_dimensions = self._scalar("I")
-            if num_dimensions > _MAX_DIMENSIONS:
-                raise ModelLoadError(f"{self.path}: {name} claims {num_dimensions} dimensions")
-            shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]
-            self.tensors[name] = TensorInfo(name, shape, self._scalar("I"), self._scalar("Q"))
-        alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ModelLoadError(f"{self.path}: general.alignment must be a positive integer, got {alignment!r}")
+            info = self._tensor_info()
+            if info.name in self.tensors:
+                raise ModelLoadError(f"{self.path}: the tensor {info.name!r} occurs twice")
+            self.tensors[info.name] = info
+        alignment = ModelMetadata(self.metadata, str(self.path)).integer("general.alignment", 32)
         self._data_start = -(-self._position // alignment) * alignment
+        self._check_offsets(alignment)
+
+    def _tensor_info(self) -> TensorInfo:
+        name, num_dimensions = self._string(), self._scalar("I")
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+            raise ModelLoadError(
+                f"{self.path}: {name} must have 1 to {_MAX_DIMENSIONS} dimensions, got {num_dimensions}"
+            )
+        shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]
+        if not all(1 <= size <= MAX_SIZE for size in shape):
+            raise ModelLoadError(f"{self.path}: {name} must have dimensions from 1 to {MAX_SIZE}, got {shape}")
+        type_id, offset = self._scalar("I"), self._scalar("Q")
+        block_size, bytes_per_block = _quant_sizes().get(type_id, (1, 0))
+        if shape[-1] % block_size:
+            raise ModelLoadError(
+                f"{self.path}: {name} must have a multiple of {block_size} as its last dimension, got {shape}"
+            )
+        return TensorInfo(name, shape, type_id, offset, shape[-1] // block_size * bytes_per_block)
+
+    def _check_offsets(self, alignment: int) -> None:
+        end, previous = 0, ""
+        for info in sorted(self.tensors.values(), key=lambda info: info.offset):
+            start = self._data_start + info.offset
+            if info.offset % alignment:
+                raise ModelLoadError(
+                    f"{self.path}: the offset of {info.name} must be a multiple of {alignment}, got {info.offset}"
+                )
+            if info.offset < end:
+                raise ModelLoadError(f"{self.path}: the tensors {previous} and {info.name} overlap")
+            end, previous = info.offset + info.num_bytes, info.name
+            if start + info.num_bytes > len(self._data):
+                raise ModelLoadError(
+                    f"{self.path}: cut off; {info.name} needs bytes {start} to {start + info.num_bytes}, "
+                    f"the file has {len(self._data)}"
+                )
 
     def _scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from("<" + code, self._data, self._position)
@@ -118,20 +168,21 @@ class GGUFFile:
         self._position = end
         return value
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind])
         if kind == _STRING:
             return self._string()
-        if kind == _ARRAY:
-            element, count = self._scalar("I"), self._scalar("Q")
-            if element in _SCALARS:
-                code = f"<{count}{_SCALARS[element]}"
-                return list(struct.unpack(code, self._bytes(struct.calcsize(code))))
-            if element == _STRING:
-                return self._strings(count)
-            return [self._value(element) for _ in range(count)]
-        raise ModelLoadError(f"{self.path}: unknown kind of metadata {kind} near byte {self._position}")
+        if kind != _ARRAY:
+            raise ModelLoadError(f"{self.path}: {key} has the unknown type {kind}")
+        element, count = self._scalar("I"), self._scalar("Q")
+        if element == _STRING:
+            return self._strings(count)
+        if element not in _SCALARS:
+            what = "an array of arrays" if element == _ARRAY else f"an array of the unknown type {element}"
+            raise ModelLoadError(f"{self.path}: {key} is {what}")
+        code = f"<{count}{_SCALARS[element]}"
+        return list(struct.unpack(code, self._bytes(struct.calcsize(code))))
 
     def _strings(self, count: int) -> list[str]:
         # A vocabulary is read here: 50,000 and more strings, so without a call per string.

@@ -1,7 +1,6 @@
 """Reads a folder in Hugging Face's layout: config.json, safetensors (sharded or not), tokenizer.json."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,13 @@ import safetensors
 import torch
 
 from treadle.core.errors import ModelLoadError, UnsupportedModelError
+from treadle.core.metadata import ModelMetadata
 from treadle.models.architectures import find_huggingface
-from treadle.models.loaders.base import CheckpointWeights, LoadedModel, read_spec
+from treadle.models.loaders.base import CheckpointWeights, LoadedModel, read_sampling_defaults, read_spec
 from treadle.text import ChatTemplate, Tokenizer
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SUPPORTED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 def load_huggingface(folder: Path) -> LoadedModel:
@@ -21,117 +22,172 @@ def load_huggingface(folder: Path) -> LoadedModel:
 
     Raises:
         ModelLoadError: a file is missing or cannot be read.
-        UnsupportedModelError: a model that is not computed here.
+        UnsupportedModelError: a model that Treadle cannot compute.
     """
-    raw = _read_json(folder / "config.json")
-    checkpoint = find_huggingface(raw.get("architectures") or [])
-    _refuse_quantized(raw)
-    config = read_spec(checkpoint, raw, "config.json")
+    values = _read_json(folder / "config.json")
+    checkpoint = find_huggingface(values.texts("architectures"))
+    _refuse_quantized(values)
+    config = read_spec(checkpoint, values, values.source)
     generation = _read_json(folder / "generation_config.json", missing_ok=True)
     tokenizer_config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
+    weights = CheckpointWeights(SafetensorsReader(folder), checkpoint.weights, config)
     if not (folder / "tokenizer.json").is_file():
         raise ModelLoadError(f"{folder}: there is no tokenizer.json")
     tokenizer = Tokenizer.from_file(
         folder / "tokenizer.json",
-        bos_token=_token_text(tokenizer_config.get("bos_token")),
-        eos_token=_token_text(tokenizer_config.get("eos_token")),
+        bos_token=_token_text(tokenizer_config, "bos_token"),
+        eos_token=_token_text(tokenizer_config, "eos_token"),
     )
     return LoadedModel(
         config=config,
-        weights=CheckpointWeights(SafetensorsReader(folder), checkpoint.weights, config),
+        weights=weights,
         tokenizer=tokenizer,
         chat_template=_chat_template(folder, tokenizer_config, tokenizer),
-        eos_token_ids=_eos_token_ids(generation, raw, tokenizer),
+        eos_token_ids=_eos_token_ids(generation, values, tokenizer, config.vocab_size),
         sampling_defaults=_sampling_defaults(generation),
     )
 
 
 class SafetensorsReader:
-    """The tensors of all `*.safetensors` files of a folder.
+    """The tensors of a folder's *.safetensors files.
 
     Args:
         folder: with model.safetensors, or shards and model.safetensors.index.json.
+
+    Attributes:
+        path: of the folder.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged, or two files contain the same tensor.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            paths = [folder / name for name in names]
-        else:
-            paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ModelLoadError(f"{folder}: there are no .safetensors files")
         self._files: dict[str, Any] = {}
-        for path in paths:
+        for path in _safetensors_paths(folder):
             try:
                 file: Any = safetensors.safe_open(str(path), framework="pt")
-                self._files.update(dict.fromkeys(file.keys(), file))
+                names = file.keys()
             except Exception as error:  # safetensors' own error type, or an OSError
                 raise ModelLoadError(f"{path}: cannot be read as safetensors ({error})") from error
+            for name in names:
+                if name in self._files:
+                    raise ModelLoadError(f"{path}: another file of the folder also contains {name}")
+                self._files[name] = file
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`; ModelLoadError if it is missing or not made of floats."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor `name`.
+
+        Raises:
+            ModelLoadError: it is missing.
+            UnsupportedModelError: it does not consist of floats.
+        """
         file = self._files.get(name)
         if file is None:
             raise ModelLoadError(f"{self.path}: the weights lack {name}")
-        tensor: torch.Tensor = file.get_tensor(name)
-        if not tensor.is_floating_point():
-            raise ModelLoadError(f"{self.path}: {name} has dtype {tensor.dtype}, which is not a float")
+        described = file.get_slice(name)
+        dtype = described.get_dtype()
+        if dtype not in SUPPORTED_DTYPES:
+            raise UnsupportedModelError(
+                f"{self.path}: {name} has dtype {dtype}; supported are {', '.join(SUPPORTED_DTYPES)}"
+            )
+        return tuple(described.get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor `name`; raises like `shape`."""
+        self.shape(name)
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
 
-def _refuse_quantized(config: Mapping[str, Any]) -> None:
+def _safetensors_paths(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelLoadError(f"{folder}: there are no .safetensors files")
+        return paths
+    weight_map = _read_json(index).section("weight_map")
+    if not weight_map:
+        raise ModelLoadError(f"{index} lacks 'weight_map'")
+    names = {weight_map.text(name) for name in weight_map}
+    for name in sorted(names):
+        if Path(name).name != name:
+            raise ModelLoadError(f"{index}: weight_map must name files of the folder, got {name!r}")
+    return [folder / name for name in sorted(names)]
+
+
+def _refuse_quantized(config: ModelMetadata) -> None:
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+        method = config.section("quantization_config").get("quant_method", "unknown")
         raise UnsupportedModelError(
             f"weights quantized by {method!r} are not supported; supported are plain safetensors and GGUF"
         )
 
 
-def _read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
-    if missing_ok and not path.is_file():
-        return {}
+def _read_text(path: Path) -> str:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ModelLoadError(f"{path.parent}: there is no {path.name}") from None
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path}: cannot be read ({error})") from error
+
+
+def _read_json(path: Path, missing_ok: bool = False) -> ModelMetadata:
+    """The object in a JSON file; empty if the file is missing and may be."""
+    if missing_ok and not path.is_file():
+        return ModelMetadata({}, str(path))
+    text = _read_text(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: cannot be read ({error})") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path}: is not a JSON object")
-    return content
+    return ModelMetadata(content, str(path))
 
 
-def _token_text(token: Any) -> str | None:
-    """A special token is written as text, or as an object with a `content`."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+def _token_text(tokenizer_config: ModelMetadata, key: str) -> str | None:
+    """A special token is written as text, or as an object with `content`; None if there is none."""
+    if isinstance(tokenizer_config.get(key), dict):
+        return tokenizer_config.section(key).text("content")
+    return tokenizer_config.text(key) if tokenizer_config.has(key) else None
 
 
-def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
+def _chat_template(folder: Path, tokenizer_config: ModelMetadata, tokenizer: Tokenizer) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else tokenizer_config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+    source = _read_text(file) if file.is_file() else _template_of_config(tokenizer_config)
     if not source:
         return None
-    return ChatTemplate(source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+    return ChatTemplate(source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, origin=str(folder))
 
 
-def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
-    ids = generation.get("eos_token_id", config.get("eos_token_id"))
-    if ids is None and tokenizer.eos_token is not None:
-        ids = tokenizer.token_id(tokenizer.eos_token)
-    if ids is None:
-        return frozenset()
-    return frozenset(ids) if isinstance(ids, list) else frozenset((ids,))
+def _template_of_config(config: ModelMetadata) -> str:
+    value = config.get("chat_template")
+    if not isinstance(value, list):
+        return config.text("chat_template", "")
+    for i, entry in enumerate(value):  # several named templates
+        if not isinstance(entry, dict):
+            raise config.error(f"chat_template[{i}]", "an object", entry)
+        named = ModelMetadata(entry, f"{config.source}: chat_template[{i}]")
+        if named.text("name") == "default":
+            return named.text("template")
+    return ""
 
 
-def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    if generation.get("do_sample") is False:
+def _eos_token_ids(
+    generation: ModelMetadata, config: ModelMetadata, tokenizer: Tokenizer, vocab_size: int
+) -> frozenset[int]:
+    source = generation if "eos_token_id" in generation else config
+    ids = source.token_ids("eos_token_id", vocab_size)
+    if not ids and tokenizer.eos_token is not None:
+        token_id = tokenizer.token_id(tokenizer.eos_token)
+        ids = [] if token_id is None else [token_id]
+    return frozenset(ids)
+
+
+def _sampling_defaults(generation: ModelMetadata) -> dict[str, Any]:
+    if not generation.flag("do_sample", True):
         return {"temperature": 0.0}
-    return {name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None}
+    return read_sampling_defaults(generation, {name: name for name in SAMPLING_FIELDS})
