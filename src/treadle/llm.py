@@ -30,12 +30,12 @@ Conversation = Sequence[Message]
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """What a beam search looks for. Names and defaults are those of vLLM's BeamSearchParams.
+    """Parameters of a beam search. Names and defaults are those of vLLM's BeamSearchParams.
 
     Attributes:
-        beam_width: continuations that are kept, and returned.
-        max_tokens: longest output.
-        ignore_eos: do not end at the model's end-of-sequence ids.
+        beam_width: number of continuations to keep and return.
+        max_tokens: maximum number of tokens to generate.
+        ignore_eos: do not stop at the model's end-of-sequence ids.
         length_penalty: a sequence's log-probability is divided by its length to this power.
         early_stopping: True, False or "never", as in SamplingParams.
     """
@@ -47,7 +47,7 @@ class BeamSearchParams:
     early_stopping: bool | str = False
 
     def sampling_params(self) -> SamplingParams:
-        """The same as SamplingParams."""
+        """These parameters as SamplingParams."""
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
@@ -59,13 +59,13 @@ class BeamSearchParams:
 
 
 class LLM:
-    """A model with its engine, for offline use.
+    """A model and its engine, for offline use.
 
-    Log lines (the pool's size at the start, statistics every few seconds) go to standard error unless the
-    program handles the logger "treadle" itself; TREADLE_LOG_LEVEL=WARNING silences them.
+    Log lines (the pool's size at startup, statistics every few seconds) go to standard error unless the
+    program configures the logger "treadle" itself; TREADLE_LOG_LEVEL=WARNING silences them.
 
-    Calls may overlap: several threads, streams read in turns, a `generate` within the loop over a `stream`. Their
-    requests run in the same steps, and each call gets its own outputs, as if it ran alone.
+    Calls may overlap: several threads, streams read in turns, a `generate` inside the loop over a `stream`. Their
+    requests run in the same steps, and each call gets only its own outputs.
 
     Args:
         model: the embedded model's name, a folder in Hugging Face layout, a .gguf file, or a hub id.
@@ -75,8 +75,8 @@ class LLM:
 
     Raises:
         ModelLoadError: the model cannot be found or read.
-        UnsupportedModelError: a model that is not computed here.
-        ConfigError: settings that cannot work.
+        UnsupportedModelError: Treadle cannot compute the model.
+        ConfigError: a setting is invalid.
         EngineError: this process was forked from one that had made an LLM; spawn it instead.
     """
 
@@ -95,12 +95,12 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine, to watch, or to drive by hand while no call of this LLM is under way."""
+        """The engine, to observe, or to step by hand while no call of this LLM is in progress."""
         return self._built.engine
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
         return self._built.limits.max_model_len
 
     @property
@@ -110,12 +110,12 @@ class LLM:
 
     @property
     def load_time_s(self) -> float:
-        """Seconds that loading took."""
+        """Seconds it took to load the model."""
         return self._built.load_time_s
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """Sampling parameters that the model asks for, by SamplingParams' names; empty for many."""
+        """The model's recommended sampling parameters, by SamplingParams' names; many models have none."""
         return self._built.sampling_defaults
 
     def get_tokenizer(self) -> Tokenizer:
@@ -123,7 +123,7 @@ class LLM:
         return self._built.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with what the model asks for (its generation config)."""
+        """SamplingParams with the model's recommended values (its generation config)."""
         return SamplingParams(**self.sampling_defaults)
 
     def generate(
@@ -144,8 +144,8 @@ class LLM:
                 prompts, or a list with one per prompt.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters cannot be served; nothing was run.
-            Overloaded: more prompts than may wait; nothing was run.
+            InvalidRequestError: a prompt or its parameters are invalid; nothing was run.
+            Overloaded: the prompts exceed the queue's limits; nothing was run.
         """
         requests = self._make_requests(as_prompt_list(prompts), sampling_params, options)
         return self._run(requests, use_tqdm)
@@ -162,7 +162,7 @@ class LLM:
 
         Args:
             prompts: as in `generate`.
-            params: of the search.
+            params: of the beam search.
             use_tqdm, options: as in `generate`.
         """
         return self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm, **options)
@@ -182,7 +182,7 @@ class LLM:
             messages: a list of {"role": …, "content": …}, or a list of such lists.
             sampling_params: as in `generate`.
             use_tqdm: show a progress bar.
-            add_generation_prompt: end each prompt with the opening of the assistant's turn.
+            add_generation_prompt: end each prompt with the start of the assistant's turn.
             options: as in `generate`.
 
         Raises:
@@ -208,14 +208,14 @@ class LLM:
         add_special_tokens: bool = True,
         **options: Any,
     ) -> Iterator[RequestOutput]:
-        """Continue prompts and yield what is new after every token, as it comes.
+        """Continue prompts and yield an output with the new part after every token.
 
-        Each output's `text` and `token_ids` hold only what is new; the last one of a request has a
-        `finish_reason`. Closing the iterator early aborts what is left.
+        Each output's `text` and `token_ids` hold only the new part; the last output of a request has a
+        `finish_reason`. Closing the iterator early aborts unfinished requests.
 
         Args:
             prompts, sampling_params: as in `generate`; checked before the iterator is returned.
-            add_special_tokens: False for text that already has the model's special tokens, as from
+            add_special_tokens: False for text that already contains the model's special tokens, such as from
                 `render_chat`.
             options: as in `generate`.
         """
@@ -289,11 +289,11 @@ class LLM:
 
 
 def _options_per_prompt(num_prompts: int, options: Mapping[str, Any]) -> list[RequestOptions]:
-    """RequestOptions for each prompt, out of keywords whose values are for all prompts or lists."""
+    """RequestOptions per prompt, from keywords with one value for all prompts or a list with one per prompt."""
     known = {field.name for field in fields(RequestOptions)}
     for name, value in options.items():
         if name not in known:
-            raise TypeError(f"unexpected keyword {name!r}; there are {', '.join(sorted(known))}")
+            raise TypeError(f"unexpected keyword {name!r}; valid keywords are {', '.join(sorted(known))}")
         if isinstance(value, list) and len(value) != num_prompts:
             raise InvalidRequestError(name, f"there are {len(value)} of them for {num_prompts} prompts")
     return [
@@ -304,10 +304,10 @@ def _options_per_prompt(num_prompts: int, options: Mapping[str, Any]) -> list[Re
 
 @contextmanager
 def _interrupt_between_steps() -> Iterator[Callable[[], None]]:
-    """Hold back Ctrl-C while a step runs, so that it never stops halfway; a second one is not held back.
+    """Defer Ctrl-C while a step runs, so that the step completes; a second Ctrl-C interrupts at once.
 
-    Yields a function that raises KeyboardInterrupt if there was one. Outside the main thread, where
-    signals do not arrive, it does nothing.
+    Yields a function that raises KeyboardInterrupt if Ctrl-C was pressed. It does nothing outside the main thread,
+    which alone receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None

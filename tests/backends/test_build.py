@@ -131,7 +131,7 @@ def test_of_processes_that_start_at_once_one_compiles(cache, small, tmp_path):
         f'#!/bin/sh\n[ "$1" = --version ] || {{ echo >> {tmp_path}/compiled; sleep 0.3; }}\ng++ "$@"\n'
     )
     compiler.chmod(0o755)
-    code = f"from pathlib import Path\nfrom treadle.backends.cpu.build import library_path\nlibrary_path('avx2', source=Path({str(source)!r}))"
+    code = f"from pathlib import Path\nfrom treadle.backends.cpu.build import library_path\nlibrary_path('avx2', source=Path({str(small)!r}))"
     environment = {**os.environ, "CXX": str(compiler)}
     started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
     assert all(process.wait(timeout=120) == 0 for process in started)

@@ -98,7 +98,7 @@ def test_every_choice_is_checked_against_the_declared_ones(name):
     [
         ({"age_limit_s": 0}, "age_limit_s: must be greater than 0 or None, got 0"),
         ({"log_stats_interval_s": -1}, "log_stats_interval_s: must be at least 0, got -1"),
-        ({"swap_space": -1}, "swap_space: must be a number of GiB from 0, got -1"),
+        ({"swap_space": -1}, "swap_space: must be a number of GiB, at least 0; got -1"),
     ],
 )
 def test_the_other_checks(options, message):

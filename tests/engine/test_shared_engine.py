@@ -209,7 +209,7 @@ def test_a_call_within_a_step_is_refused_rather_than_waiting_for_itself(llm, mon
     monkeypatch.setattr(llm.engine.runner, "execute", call_within_the_step)
     llm.generate(PROMPTS[0], params(0, max_tokens=2), use_tqdm=False)
     assert len(errors) >= 2
-    assert "a step of this engine runs in this thread" in errors[0]
+    assert "a step of this engine is running in this thread" in errors[0]
 
 
 def test_a_wait_for_the_lock_that_is_broken_off_leaves_the_lock_to_the_next():

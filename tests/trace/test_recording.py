@@ -123,7 +123,7 @@ def test_broken_recordings_are_named(tmp_path):
     with pytest.raises(UsageError, match="of format 1, but this version reads format 2"):
         Recording(path)
     path.write_text('{"treadle_recording": 2}\n{"st\n{}\n')
-    with pytest.raises(UsageError, match="line 2: no JSON"):
+    with pytest.raises(UsageError, match="line 2: not JSON"):
         Recording(path)
 
 

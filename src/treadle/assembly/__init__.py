@@ -1,1 +1,1 @@
-"""Puts the rooms together: settings, memory, and the engine made of them."""
+"""Builds an engine from a user's settings."""

@@ -1,4 +1,4 @@
-"""Puts the rooms together: from settings to a running engine. The one file that knows them all."""
+"""Builds an engine from settings. The only file that depends on all other parts."""
 
 import logging
 import time
@@ -29,17 +29,17 @@ logger = logging.getLogger("treadle")
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine and what belongs to it.
+    """An engine and its parts.
 
     Attributes:
         engine: ready to take requests.
         input_processor: makes requests from prompts.
         tokenizer: of the model.
         chat_template: None if the model has none.
-        limits: what a request may ask for.
-        sampling_defaults: what the model asks for, by SamplingParams' names.
+        limits: limits of a request.
+        sampling_defaults: the model's recommended sampling parameters, by SamplingParams' names.
         cache_config: shape of the KV pool.
-        load_time_s: seconds that opening the model and reading its weights took.
+        load_time_s: seconds it took to load the model and build the engine.
     """
 
     engine: Engine
@@ -52,11 +52,11 @@ class BuiltEngine:
     load_time_s: float
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt that the model's chat template makes of a conversation.
+        """A conversation as a prompt, rendered with the model's chat template.
 
         Args:
-            messages: {"role": …, "content": …} each.
-            variables: what else the template may know, `add_generation_prompt` among it.
+            messages: a list of {"role": …, "content": …}.
+            variables: other variables of the template, such as `add_generation_prompt`.
 
         Raises:
             InvalidRequestError: the model has no chat template, or the template refuses the messages.
@@ -75,8 +75,8 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
 
     Raises:
         ModelLoadError: the model cannot be found or read.
-        UnsupportedModelError: a model that is not computed here.
-        ConfigError: settings that cannot work with this model on this machine.
+        UnsupportedModelError: Treadle cannot compute the model.
+        ConfigError: a setting does not work with this model or this machine.
         EngineError: this process was forked from one in which an engine was built.
     """
     check_not_forked()

@@ -1,4 +1,4 @@
-"""What a user can set, checked before a model is loaded. Imports no torch."""
+"""The user's settings, validated before a model is loaded. Imports no torch."""
 
 import math
 import re
@@ -19,7 +19,7 @@ from treadle.core.settings import check_count, check_settings, setting
 from treadle.scheduler.policies.registry import check_policies, needs_whole_prompts
 
 CPU_KERNELS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "off")
-"""Builds of the native kernels, best first, and their absence."""
+"""Choices of `cpu_kernels`: automatic, the builds of the native kernels from best to worst, and none."""
 
 _MEMORY_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -32,9 +32,9 @@ _watching = partial(setting, group="watching")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(SchedulingSettings):
-    """What a user can set: keywords of `LLM`, options of the command line. None means: find a sensible value.
+    """The user's settings: keywords of `LLM` and options of the command line. None means that a default is derived.
 
-    Each setting is declared here (or in SchedulingSettings) with its help; docs/settings.md has them in tables.
+    Each setting is declared here or in SchedulingSettings, with its help; docs/settings.md lists them.
     """
 
     model: str = _model(
@@ -45,33 +45,33 @@ class EngineConfig(SchedulingSettings):
     )
     dtype: str = _model(
         "auto",
-        "numbers of weights and activations: float32 (the reference, in plain torch), bfloat16, or auto (bfloat16 on "
-        "the native kernels and on cuda, else what the processor computes best)",
+        "data type of weights and activations: float32 (the reference, in plain torch), bfloat16, or auto (bfloat16 "
+        "on the native kernels and on cuda, else the fastest on the processor)",
         choices=("auto", "float32", "bfloat16"),
     )
     quantization: str | None = _model(
         None,
-        "int8: weights and activations in 8 bits, made from any model while it loads; about 1.5 times as fast on a "
+        "int8: 8-bit weights and activations, quantized from any model while it loads; about 1.5 times as fast on a "
         "CPU, half the memory, slightly less exact",
         choices=(None, "int8"),
         default_text="none",
     )
     kv_cache_dtype: str = _cache(
         "auto",
-        "numbers of the KV cache: bfloat16, int8 (a scale per token and head), or auto (int8 with quantization "
+        "data type of the KV cache: bfloat16, int8 (a scale per token and head), or auto (int8 with quantization "
         "int8, else the model's)",
         choices=("auto", "bfloat16", "int8"),
     )
     device: str = _model(
-        "auto", "where to compute: cpu, cuda, or auto (cuda if there is one)", choices=("auto", "cpu", "cuda")
+        "auto", "where to compute: cpu, cuda, or auto (cuda if available)", choices=("auto", "cpu", "cuda")
     )
     cpu_kernels: str = _model(
         "auto",
-        "build of the native CPU kernels: auto for the best that runs here, off for plain torch",
+        "build of the native CPU kernels: auto for the best that this processor runs, off for plain torch",
         choices=CPU_KERNELS,
     )
     num_threads: int | None = _model(
-        None, "threads that compute on a CPU", low=1, default_text="all cores that it may use"
+        None, "threads for computing on a CPU", low=1, default_text="all CPUs the process may use"
     )
     block_size: int = _cache(16, "tokens of a KV block", low=1)
     num_kv_blocks: int | None = _cache(
@@ -83,14 +83,16 @@ class EngineConfig(SchedulingSettings):
         metavar="SIZE",
         default_text="from free memory",
     )
-    enable_prefix_caching: bool = _cache(True, "share the KV of equal beginnings of prompts")
+    enable_prefix_caching: bool = _cache(True, "share the KV of common prompt prefixes")
     swap_space: float = _cache(1.0, "GiB of memory for the blocks of swapped requests", metavar="GIB")
-    max_logprobs: int = _requests(20, "most logprobs that a request may ask for", low=0)
+    max_logprobs: int = _requests(20, "maximum logprobs that a request may ask for", low=0)
     log_stats_interval_s: float = _watching(
-        5.0, "seconds between lines of statistics in the log; 0 for none", metavar="SECONDS"
+        5.0, "seconds between log lines with statistics; 0 for none", metavar="SECONDS"
     )
     check_invariants: bool = _watching(False, "check the scheduler's state in every step (slow)")
-    record: str | None = _watching(None, "file to record every step in, for `treadle explain`", metavar="RUN.jsonl")
+    record: str | None = _watching(
+        None, "file in which to record every step, for `treadle explain`", metavar="RUN.jsonl"
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -103,11 +105,11 @@ class EngineConfig(SchedulingSettings):
         parse_swap_space(self.swap_space)
         if not self.log_stats_interval_s >= 0:
             raise ConfigError("log_stats_interval_s", f"must be at least 0, got {self.log_stats_interval_s}")
-        # The scheduler's own limits, before a model is loaded for nothing. A longer model breaks no other of them.
+        # Check the scheduler's limits before the model is loaded; a greater length breaks none of them.
         check_policies(self.scheduler_config(self.max_model_len or MIN_MODEL_LEN))
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
-        """The scheduler's part, once the length is known."""
+        """The scheduler's settings, once the maximum length is known."""
         budget, seats = self.max_num_batched_tokens, self.max_num_seqs
         if seats is None:
             seats = DEFAULT_MAX_NUM_SEQS if budget is None else min(DEFAULT_MAX_NUM_SEQS, budget)
@@ -131,7 +133,7 @@ def parse_memory_size(field: str, value: Any) -> int:
 
 
 def parse_swap_space(value: Any) -> int:
-    """Bytes of a swap space given in GiB; ConfigError for anything but a number from 0."""
+    """Bytes of a swap space given in GiB; ConfigError unless it is a number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError("swap_space", f"must be a number of GiB from 0, got {value!r}")
+        raise ConfigError("swap_space", f"must be a number of GiB, at least 0; got {value!r}")
     return int(value * 2**30)

@@ -1,4 +1,4 @@
-"""Settings of the scheduler and the cache, checked once when they are made. Derived sizes are new values."""
+"""Settings of the scheduler and the KV cache, validated when they are created."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,10 +14,10 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 MIN_MODEL_LEN = 2
-"""A token of prompt and one of output."""
+"""One prompt token and one output token."""
 
 PolicyChoice = str | type[Any]
-"""A policy: a name, or a class."""
+"""A policy, by name or as a class."""
 
 _scheduling = partial(setting, group="scheduling")
 _requests = partial(setting, group="requests")
@@ -25,20 +25,20 @@ _requests = partial(setting, group="requests")
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingSettings:
-    """What a user can set of the scheduler. None: to be found by whoever knows the model."""
+    """The scheduler's settings as a user gives them. None: derived once the model is known."""
 
     max_model_len: int | None = _requests(
-        None, "most tokens of prompt and output together", low=MIN_MODEL_LEN, default_text="the model's limit"
+        None, "maximum tokens of prompt and output together", low=MIN_MODEL_LEN, default_text="the model's limit"
     )
     max_num_seqs: int | None = _scheduling(
         None,
-        "most sequences that run at once",
+        "maximum sequences that run at once",
         low=1,
         default_text=f"{DEFAULT_MAX_NUM_SEQS}, or the tokens of a step if fewer",
     )
     max_num_batched_tokens: int | None = _scheduling(
         None,
-        "most tokens that one step computes",
+        "maximum tokens that a step computes",
         low=1,
         default_text=f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}; max_model_len if more, where prompts are computed whole",
     )
@@ -50,8 +50,8 @@ class SchedulingSettings:
     )
     order: PolicyChoice = _scheduling(  # noqa: RUF009 - a field
         "fcfs",
-        "which requests go first: fcfs, priority, shortest-first, fair (tenants take turns), deadline, least-slack, "
-        "cache-aware (longest cached prefix), or one of another package",
+        "order in which requests run: fcfs, priority, shortest-first, fair (tenants take turns), deadline, "
+        "least-slack, cache-aware (longest cached prefix), or one of another package",
     )
     victim_policy: PolicyChoice = _scheduling(  # noqa: RUF009 - a field
         "last-in-rank",
@@ -59,20 +59,20 @@ class SchedulingSettings:
     )
     preemption_mode: str = _scheduling(
         "auto",
-        "how a request gives up its blocks: recompute, swap, or auto (one sequence is computed again, several are "
-        "swapped); without room in the swap space it is always computed again",
+        "how a preempted request gives up its blocks: recompute, swap, or auto (recompute with one sequence, swap "
+        "with several); without room in the swap space it is always recomputed",
         choices=("auto", "recompute", "swap"),
     )
     admission_headroom: int = _scheduling(
         1,
-        "free blocks per running sequence that an admission leaves, so that the newcomer is not preempted at the "
-        "next block edge",
+        "free blocks per running sequence that an admission must leave, so that the admitted request is not "
+        "preempted at the next block edge",
         low=0,
     )
     max_consecutive_prefills: int = _scheduling(
         8,
-        "policies phased and prefill-first: after this many prefill steps in a row, sequences that wait to decode "
-        "get a step",
+        "policies phased and prefill-first: after this many prefill steps in a row, one step goes to sequences that "
+        "wait to decode",
         low=1,
     )
     long_prefill_token_threshold: int | None = _scheduling(
@@ -84,16 +84,16 @@ class SchedulingSettings:
     )
     age_limit_s: float | None = _scheduling(
         60.0,
-        "seconds after which a waiting request goes before all that have waited less; none for never",
+        "seconds after which a waiting request goes before all that have waited less; none to disable",
         metavar="SECONDS",
     )
     max_num_queued_requests: int | None = _requests(
-        None, "most requests that may wait; the server answers 503 to more", low=1, default_text="no limit"
+        None, "maximum waiting requests; the server answers 503 beyond it", low=1, default_text="no limit"
     )
     max_num_queued_tokens: int | None = _requests(
-        None, "most prompt tokens that may wait", low=1, default_text="no limit"
+        None, "maximum prompt tokens of waiting requests", low=1, default_text="no limit"
     )
-    seed: int = _requests(0, "seed of sampling for requests that bring none of their own", low=0)
+    seed: int = _requests(0, "sampling seed of requests that have none", low=0)
 
     def __post_init__(self) -> None:
         check_settings(self, SchedulingSettings)
@@ -107,13 +107,13 @@ class SchedulingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(SchedulingSettings):
-    """Limits and choices of the scheduler: the user's settings, with nothing left open, and what only it knows.
+    """The scheduler's settings, complete: the user's, with all defaults resolved, and internal ones.
 
     Attributes:
         max_model_len, max_num_seqs, max_num_batched_tokens: as in SchedulingSettings.
-        num_lookahead_slots: most drafts (tokens that the runner proposes) of a sequence that a step checks, for
-            speculative decoding; they count as tokens, and are dropped where budget or blocks run out.
-        max_loras: most LoRA adapters in one step.
+        num_lookahead_slots: maximum draft tokens of a sequence that a step verifies, for speculative decoding; they
+            count against the token budget, and are dropped if budget or blocks run out.
+        max_loras: maximum LoRA adapters in a step.
     """
 
     max_model_len: int = field()
@@ -140,7 +140,7 @@ class SchedulerConfig(SchedulingSettings):
 
     @property
     def long_prefill_tokens(self) -> int:
-        """Tokens left above which a prompt is long; 0 for none."""
+        """Number of remaining tokens above which a prompt is long; 0 if no prompt is."""
         threshold = self.long_prefill_token_threshold
         return self.max_num_batched_tokens if threshold is None else threshold
 
@@ -151,7 +151,7 @@ class CacheConfig:
 
     Attributes:
         num_blocks: blocks of the device tier.
-        num_host_blocks: blocks of the host tier, where swapped requests rest.
+        num_host_blocks: blocks of the host tier, which hold the KV of swapped requests.
         block_size: token slots of a block.
         enable_prefix_caching: whether finished blocks stay findable for other requests.
     """
@@ -168,7 +168,7 @@ class CacheConfig:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the whole pool holds."""
+        """Number of tokens that the whole pool holds."""
         return self.num_blocks * self.block_size
 
 
@@ -177,9 +177,9 @@ class RequestLimits:
     """What a single request may ask for.
 
     Attributes:
-        max_model_len: most tokens of prompt and output together.
-        vocab_size: token ids are below this.
-        max_logprobs: most `logprobs` or `prompt_logprobs`.
+        max_model_len: maximum tokens of prompt and output together.
+        vocab_size: number of token ids.
+        max_logprobs: maximum `logprobs` and `prompt_logprobs`.
         max_model_len_reason: what set max_model_len, for the error message.
     """
 
@@ -203,8 +203,8 @@ def check_prompt_length(num_tokens: int, max_model_len: int, reason: str | None 
     """Raise InvalidRequestError unless a prompt leaves room for an output token.
 
     Args:
-        num_tokens: of the prompt.
-        max_model_len: most tokens of prompt and output together.
+        num_tokens: length of the prompt.
+        max_model_len: maximum tokens of prompt and output together.
         reason: what set it.
     """
     if num_tokens == 0:
@@ -218,5 +218,5 @@ def check_prompt_length(num_tokens: int, max_model_len: int, reason: str | None 
 
 
 def policy_name(policy: str | type[Any]) -> str:
-    """What a policy is called that was given as a name or a class."""
+    """The name of a policy given by name or as a class."""
     return policy if isinstance(policy, str) else policy.__name__

@@ -1,4 +1,4 @@
-"""Parts of Treadle that need packages of an optional extra, and what is said where these are missing."""
+"""The error for a part of Treadle whose optional packages are not installed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ def extra(name: str, what: str) -> Iterator[None]:
     """Turn a failed import of a package within the block into an error that says how to install it.
 
     Args:
-        name: the extra, as pyproject.toml has it.
+        name: the extra's name in pyproject.toml.
         what: the part of Treadle that needs it.
 
     Raises:

@@ -104,7 +104,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one request.
+    """The output of one request.
 
     Attributes:
         request_id: the request's id in the engine.

@@ -1,7 +1,7 @@
-"""Requests, and the token streams (Sequence) that they hold. No torch, no scheduling.
+"""Requests and their sequences of tokens. No torch, no scheduling.
 
-A Sequence is a view on its storage. While it waits, its tokens, counters and time are small arrays of its own;
-while it runs they are one row of the batch's arrays (`bind`), where a step updates all rows at once.
+A Sequence is a view of its storage. While it waits, its tokens, counters and time are small arrays of its own; while
+it runs, they are one row of the batch's arrays (`bind`), in which a step updates all rows at once.
 """
 
 import math
@@ -49,10 +49,10 @@ class FinishReason(StrEnum):
 
 
 class Grammar(Protocol):
-    """A grammar of structured outputs, compiled and found right.
+    """A compiled, valid grammar of structured outputs.
 
     Attributes:
-        text: the grammar as text; a runner is told this, and finds the compiled one by it.
+        text: the grammar's source; plans carry it, and the runner looks the compiled grammar up by it.
     """
 
     text: str
@@ -68,10 +68,10 @@ class Sequence:
         finish_reason: why it ended; None until then.
         stop_reason: the stop string or id that ended it.
         cumulative_logprob: sum of its tokens' log-probabilities; beam search only.
-        shares: (sequence, number of tokens) whose KV this one shares and has to wait for, while a group is
-            computed again; None when there is nothing to wait for.
-        num_ever_computed_tokens: tokens that were computed before it last lost its blocks; computing them again is
-            no progress.
+        shares: (sequence, number of tokens) whose KV this one shares and must wait for, while a group is
+            recomputed; None if there is nothing to wait for.
+        num_ever_computed_tokens: tokens that were computed before it last lost its blocks; recomputing them does not
+            count as progress.
     """
 
     __slots__ = (
@@ -194,7 +194,7 @@ class Sequence:
 
 
 class Request:
-    """A prompt and how to continue it, as a caller sends it.
+    """A prompt and how to continue it.
 
     Args:
         request_id: unique among the unfinished requests.
@@ -205,8 +205,8 @@ class Request:
         seed: seed of the sampling noise, 0 to 2**64 - 1; if None, the scheduler derives one.
         arrival_time: seconds on the engine's clock.
         priority: lower goes first, under the order `priority`.
-        tenant: the tenant that it counts for, under the order `fair`.
-        deadline: when it should be finished, in seconds on the engine's clock, under the order `deadline`.
+        tenant: whose share it is charged to, under the order `fair`.
+        deadline: when it should finish, in seconds on the engine's clock, under the order `deadline`.
         lora: its LoRA adapter.
         cache_salt: only requests with the same salt share cached prefixes.
         prompt: the prompt's text, if it was given as text.
@@ -214,8 +214,8 @@ class Request:
 
     Attributes:
         sequences: one until the prompt is computed, then `n`.
-        num_reserved_seats: seats that it holds beyond its running sequences.
-        is_aged: whether it has waited so long that it goes before those that have not.
+        num_reserved_seats: seats that it holds in addition to its running sequences.
+        is_aged: whether it has waited longer than the age limit, and so goes before requests that have not.
     """
 
     __slots__ = (
@@ -300,7 +300,7 @@ class Request:
 
     @property
     def num_seats(self) -> int:
-        """Sequences that it may have running: `n` until the fork, then those that have not ended."""
+        """How many sequences it may run: `n` until the fork, then those that have not ended."""
         params = self.sampling_params
         return len(self.live_sequences) if self.is_forked and not params.use_beam_search else params.n
 

@@ -1,6 +1,6 @@
-"""Settings: dataclass fields that say what they do and what they may be.
+"""Settings: dataclass fields that carry their help and their allowed values.
 
-Each is declared once. The check of a value, the command line's option and the row in docs/settings.md follow from the
+Each is declared once. Its validation, its command-line option and its row in docs/settings.md are generated from the
 declaration.
 """
 
@@ -15,21 +15,21 @@ from treadle.core.errors import ConfigError
 _KEY = "setting"
 
 GROUPS = ("model and processor", "KV cache", "scheduling", "requests", "watching")
-"""The headings under which people find settings, in order."""
+"""The headings of settings in help and docs, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a field's declaration says beside its name and type.
+    """What a field declares besides its name and type.
 
     Attributes:
         help: what it does, with its unit.
         group: one of GROUPS.
-        default: the value without one being given.
-        default_text: the default in words, where the value does not say it ("" if nothing is to be said).
+        default: its default value.
+        default_text: the default in words, if the value is not clear by itself ("" to show none).
         choices: the allowed values; empty for any.
-        low: least value of an integer, if it has one.
-        metavar: what stands for the value in the usage; by default it follows from the type.
+        low: minimum of an integer, if any.
+        metavar: placeholder of the value in the usage; by default it follows from the type.
     """
 
     help: str
@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def default_in_words(self) -> str:
-        """The default as documentation shows it; "" if there is nothing to show."""
+        """The default as shown in documentation; "" to show none."""
         if self.default_text is not None:
             return self.default_text
         if isinstance(self.default, bool):
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def choice_texts(self) -> list[str]:
-        """The choices that can be named; None means that none is given."""
+        """The choices that can be written on the command line, which excludes None."""
         return [choice for choice in self.choices if choice is not None]
 
 
@@ -60,7 +60,7 @@ def setting(default: Any, help: str, *, group: str, **details: Any) -> Any:
 
     Args:
         default: its default.
-        help, group, details: as `Setting` has them.
+        help, group, details: attributes of `Setting`.
     """
     return field(default=default, metadata={_KEY: Setting(help=help, group=group, default=default, **details)})
 
@@ -72,7 +72,7 @@ def settings_of(config: type[Any]) -> dict[str, Setting]:
 
 
 def value_type(config: type[Any], name: str) -> tuple[type, bool]:
-    """The type of a setting's value (str where several will do) and whether it may be None."""
+    """The type of a setting's value (str if several are allowed) and whether it may be None."""
     hint: Any = typing.get_type_hints(config)[name]
     if not isinstance(hint, types.UnionType):
         return hint, False
@@ -83,7 +83,7 @@ def value_type(config: type[Any], name: str) -> tuple[type, bool]:
 
 
 def check_settings(config: Any, declared_in: type[Any]) -> None:
-    """Raise ConfigError for the first value of `config` that the declarations in a class do not allow."""
+    """Raise ConfigError for the first value of `config` that the declarations in `declared_in` do not allow."""
     for name, declared in settings_of(declared_in).items():
         value = getattr(config, name)
         if declared.choices and value not in declared.choices:

@@ -1,4 +1,4 @@
-"""The loop: ask the scheduler, run the step, take the result back. Meets the runner through a protocol."""
+"""The loop that schedules, executes and updates, over any runner that has the protocol."""
 
 from treadle.engine.engine import Engine, OutputProcessor
 from treadle.engine.observers import Observer

@@ -1,8 +1,8 @@
-"""The engine for an asyncio program: steps run in a thread, answers come as streams.
+"""The engine for an asyncio program: steps run in a thread, and outputs arrive as streams.
 
-The thread owns the engine: whatever touches it (adding, aborting, reading its state) is a command that runs between
-two steps. The event loop only ever waits for answers. While a step computes, the kernels hold no lock, so the loop
-goes on meanwhile (docs/decisions/015-a-thread-for-the-engine.md).
+The thread owns the engine: adding, aborting and reading its state are commands that run between two steps. The event
+loop only waits for outputs. The kernels release the GIL while they compute, so the loop keeps running
+(docs/decisions/015-a-thread-for-the-engine.md).
 """
 
 import asyncio
@@ -24,11 +24,11 @@ logger = logging.getLogger("treadle")
 T = TypeVar("T")
 
 LAGGING = 8
-"""Outputs that may wait for a slow reader before they are put together."""
+"""Maximum number of outputs pending for a slow reader before they are merged."""
 
 
 class _Command:
-    """Something to do between two steps, and who waits for it."""
+    """A function to run between two steps, and the future of its result."""
 
     def __init__(self, function: Callable[[], Any], future: "Future[Any]") -> None:
         self._function = function
@@ -48,9 +48,9 @@ class _Command:
 
 
 class RequestStream:
-    """The outputs of one request, as they come.
+    """The outputs of one request, as they are produced.
 
-    Leaving the iteration before its end aborts the request.
+    Ending the iteration early aborts the request.
     """
 
     def __init__(self, engine: "AsyncEngine", request_id: str) -> None:
@@ -65,7 +65,7 @@ class RequestStream:
         try:
             while True:
                 while self._pending:
-                    # A reader that lags gets the rest in one piece: what waits for it stays small.
+                    # A slow reader gets the rest in one piece, which keeps the backlog small.
                     if len(self._pending) > LAGGING:
                         outputs = list(self._pending)
                         self._pending.clear()
@@ -84,12 +84,12 @@ class RequestStream:
                 self._engine.abort(self)
 
     async def last(self) -> RequestOutput:
-        """The last output: the whole answer of a request that does not stream."""
+        """The last output, which is the whole answer if the request does not stream."""
         outputs = [output async for output in self]
         return outputs[-1]
 
     def put(self, output: RequestOutput) -> None:
-        """Take an output (on the event loop)."""
+        """Add an output (on the event loop)."""
         self._pending.append(output)
         self._is_finished = output.finished
         self._wake.set()
@@ -105,7 +105,7 @@ class AsyncEngine:
     """Runs an engine's steps in a thread of its own.
 
     Args:
-        engine: nobody else may touch it while this runs.
+        engine: must not be used by anything else while this runs.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -120,30 +120,30 @@ class AsyncEngine:
 
     @property
     def error(self) -> EngineError | None:
-        """Why the engine is dead; None while it lives."""
+        """The error that stopped the engine; None while it works."""
         return self._error
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests that somebody waits for."""
+        """Requests whose output is still awaited."""
         return len(self._streams)
 
     def start(self) -> None:
-        """Start the thread; answers go to the running event loop."""
+        """Start the thread; outputs go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def add(self, requests: Sequence[Request], *, stream: bool) -> list[RequestStream]:
-        """Queue requests: all of them, or none and an error.
+        """Queue all requests, or none and raise.
 
         Args:
-            requests: with names that no unfinished request has.
-            stream: an output of what is new after every token, rather than one at the end.
+            requests: their ids must differ from those of all unfinished requests.
+            stream: produce an output with the new part after every token instead of one at the end.
 
         Raises:
             InvalidRequestError: one cannot be served.
             Overloaded: the queue is full.
-            EngineError: the engine is dead or stops.
+            EngineError: the engine has failed or is stopping.
         """
         outputs = [RequestStream(self, request.request_id) for request in requests]
         try:
@@ -180,7 +180,7 @@ class AsyncEngine:
             self._engine.abort_request(stream.request_id)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run `function` between two steps, in the engine's thread; returns or raises what it does."""
+        """Run `function` between two steps, in the engine's thread; returns its result or raises its error."""
         check_not_forked()
         future: Future[T] = Future()
         if not self._submit(_Command(function, future)):
@@ -188,7 +188,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(future)
 
     async def shut_down(self, grace_s: float) -> None:
-        """Let requests end for at most `grace_s` seconds, abort what is left, and end the thread."""
+        """Wait up to `grace_s` seconds for requests to finish, abort the rest, and stop the thread."""
         deadline = asyncio.get_running_loop().time() + grace_s
         while self._streams and self._error is None and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
@@ -232,7 +232,7 @@ class AsyncEngine:
             for stream in self._streams.values():
                 self._on_loop(stream.fail, self._error)
             self._streams.clear()
-            # Whoever waits for a command learns of it, instead of waiting for ever.
+            # Otherwise the callers of pending commands would wait forever.
             for command in commands:
                 command.fail(self._error)
 
@@ -249,7 +249,7 @@ class AsyncEngine:
             stream.put(output)
 
     def _with_streams(self, outputs: list[RequestOutput]) -> list[tuple[RequestStream, RequestOutput]]:
-        """Each output with who waits for it; those that nobody waits for any more are dropped."""
+        """Each output with its stream; outputs without a stream are dropped."""
         found = []
         for output in outputs:
             streams = self._streams

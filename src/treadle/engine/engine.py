@@ -1,4 +1,4 @@
-"""The engine: one step is schedule → execute → update, then tokens become answers."""
+"""The engine: a step is schedule → execute → update; its tokens then become answers."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -26,31 +26,31 @@ logger = logging.getLogger("treadle")
 
 
 class OutputProcessor(Protocol):
-    """Turns the tokens of steps into answers."""
+    """Turns tokens into answers."""
 
     def add(self, request: Request, *, stream: bool) -> None:
-        """Start to follow `request`."""
+        """Start processing `request`."""
         ...
 
     def process(self, outputs: StepOutputs) -> list[tuple[TokenSequence, str]]:
-        """Take a step's tokens; returns (sequence, stop string) for sequences that have met one."""
+        """Process a step's tokens; returns (sequence, stop string) for sequences that have reached one."""
         ...
 
     def collect(self, finished: Iterable[Request]) -> list[RequestOutput]:
-        """The outputs that are due now, those of `finished` requests among them."""
+        """The outputs that are due now, including those of `finished` requests."""
         ...
 
 
 class Engine:
-    """Runs requests to their end, one step at a time.
+    """Runs requests to completion, one step at a time.
 
     Args:
         scheduler: decides what a step runs.
-        runner: runs it; public, for whoever measures or watches it.
+        runner: executes it; public, so that it can be measured and observed.
         output_processor: turns tokens into answers.
-        clock: of the scheduler.
+        clock: the scheduler's clock.
         observers: see every step.
-        check_invariants: check the scheduler's state in every step, and fail loudly if it is wrong.
+        check_invariants: check the scheduler's state in every step and raise AssertionError if it is wrong.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether another step has something to do or to deliver."""
+        """Whether another step has work to do or outputs to deliver."""
         scheduler = self.scheduler
         return bool(scheduler.num_unfinished_requests or scheduler.has_undelivered_requests or self._undelivered)
 
@@ -86,11 +86,11 @@ class Engine:
         return self.scheduler.snapshot()
 
     def add_observer(self, observer: Observer) -> None:
-        """Show every further step to `observer`."""
+        """Notify `observer` of every following step."""
         self._observers.append(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Show no further step to `observer`."""
+        """Stop notifying `observer`."""
         self._observers = [other for other in self._observers if other is not observer]
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
@@ -99,7 +99,7 @@ class Engine:
 
         Args:
             request: a checked request with a new id.
-            stream: give an output of what is new after every token, rather than one at the end.
+            stream: produce an output with the new part after every token instead of one at the end.
         """
         self._check_supported(request, stream)
         self.scheduler.add(request)
@@ -118,14 +118,16 @@ class Engine:
                 f"adapter {request.lora.lora_name!r}: this runner cannot compute LoRA adapters yet",
             )
         if stream and request.sampling_params.use_beam_search:
-            raise InvalidRequestError("use_beam_search", "cannot be streamed: which beam wins is known at the end")
+            raise InvalidRequestError(
+                "use_beam_search", "cannot be streamed, because the best beam is only known at the end"
+            )
 
     def abort_request(self, request_id: str) -> None:
-        """End a request early; its last output comes with the next step. Unknown ids are ignored."""
+        """End a request early; the next step returns its last output. Unknown ids are ignored."""
         self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs that it made due."""
+        """Run one step; returns the outputs that became due."""
         scheduler = self.scheduler
         report: StepReport | None = None
         outputs: StepOutputs | None = None
@@ -138,7 +140,7 @@ class Engine:
             outputs = self._run(plan)
             self.num_steps += 1
         finished = scheduler.take_finished()
-        # Kept until they are returned: an interrupt while observers look loses none.
+        # Kept until they are returned, so that an interrupt within an observer loses none.
         self._undelivered += self._output_processor.collect(finished)
         if report is not None or finished:
             self._show(report, outputs, finished)
@@ -146,7 +148,7 @@ class Engine:
         return results
 
     def _show(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
-        """Tell the observers; one that raises is not asked again."""
+        """Notify the observers; one that raises is removed."""
         for observer in tuple(self._observers):
             try:
                 observer.on_step(report, outputs, finished)
@@ -155,7 +157,7 @@ class Engine:
                 self.remove_observer(observer)
 
     def _run(self, plan: StepPlan) -> StepOutputs | None:
-        """Run a step; returns what it changed, or None if it failed."""
+        """Execute a step; returns what it changed, or None if it failed."""
         try:
             result = self.runner.execute(plan)
         except Exception as error:
@@ -164,7 +166,7 @@ class Engine:
             self.scheduler.fail(plan, f"EngineError: step {plan.step} failed: {error!r}")
             return None
         except BaseException:
-            # Ctrl-C within a step: what it computed is unknown, so its requests cannot go on.
+            # Ctrl-C within a step: how much it computed is unknown, so its requests cannot continue.
             self.scheduler.fail(plan, f"EngineError: step {plan.step} was interrupted")
             raise
         outputs = self.scheduler.update(plan, result)

@@ -1,4 +1,4 @@
-"""What watches steps. Without an observer a step pays nothing for it."""
+"""Observers of steps. They cost nothing when there are none."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,18 +12,18 @@ logger = logging.getLogger("treadle")
 
 
 class Observer(Protocol):
-    """Sees every step. It must not change what it sees; one that raises is logged once and removed.
+    """Is notified of every step. It must not change its arguments; one that raises is logged once and removed.
 
-    An observer with an attribute `wants_details` that is true gets reports with details.
+    If it has an attribute `wants_details` that is true, reports have details.
     """
 
     def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
-        """A step has run, or requests have ended without one.
+        """Called after a step, and when requests have ended without one.
 
         Args:
-            report: how the step was planned; None if there was none.
-            outputs: what it changed; None if there was no step, or it failed.
-            finished: requests that ended since the call before.
+            report: how the step was planned; None if there was no step.
+            outputs: what it changed; None if there was no step or it failed.
+            finished: requests that ended since the previous call.
         """
         ...
 
@@ -33,7 +33,7 @@ class StatsLogger:
 
     Args:
         stats: the engine's statistics.
-        clock: of the engine.
+        clock: the engine's clock.
         interval_s: seconds between lines.
     """
 
@@ -48,7 +48,7 @@ class StatsLogger:
         self._num_preemptions = 0
 
     def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
-        """Count the step, and log when the interval is over."""
+        """Count the step, and log if the interval has passed."""
         if report is None:
             return
         if report.time - self._last_step > self._interval_s:

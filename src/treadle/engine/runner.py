@@ -1,4 +1,4 @@
-"""What the engine needs of whatever computes a step."""
+"""The protocol between the engine and what executes its steps."""
 
 from typing import Protocol
 
@@ -6,14 +6,14 @@ from treadle.scheduler import StepPlan, StepResult
 
 
 class Runner(Protocol):
-    """Computes steps. Keeps no request state beyond what it wrote into the blocks.
+    """Executes steps. What it knows of requests comes from the plans.
 
     Attributes:
-        supports_lora: whether it computes LoRA adapters; if not, requests for them are refused.
+        supports_lora: whether it computes LoRA adapters; if not, requests that use them are refused.
     """
 
     supports_lora: bool
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step: move blocks, write the KV of its tokens, and sample where the plan says so."""
+        """Execute one step: move blocks, write the KV of its tokens, and sample where the plan says so."""
         ...

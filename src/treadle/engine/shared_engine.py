@@ -1,7 +1,7 @@
 """One engine for several callers, in one thread or in many: each gets the outputs of its own requests.
 
-There is no thread for the engine. The caller that needs an output runs the next step, which computes the requests of
-all callers, and puts each output into the mailbox of the call that it belongs to.
+The engine has no thread. A caller that needs an output runs the next step, which computes the requests of all
+callers, and puts each output into the mailbox of its call.
 """
 
 import threading
@@ -22,7 +22,7 @@ class SharedEngine:
     """Runs an engine for calls that overlap.
 
     Args:
-        engine: stepped by the calls only, as long as there are any.
+        engine: only calls may step it while there are any.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,16 +32,16 @@ class SharedEngine:
         self._left: deque[tuple[Sequence[Request], Mailbox]] = deque()
 
     def check(self, request: Request, *, stream: bool) -> None:
-        """Raise what queuing `request` would raise: InvalidRequestError, Overloaded."""
+        """Raise the error that queuing `request` would raise: InvalidRequestError or Overloaded."""
         with self._turn():
             self._engine.check(request, stream=stream)
 
     @contextmanager
     def call(self, requests: Sequence[Request], *, stream: bool) -> Iterator[Callable[[], list[RequestOutput]]]:
-        """Queue requests, all of them or none; what is unfinished when the block ends is aborted.
+        """Queue all requests or none; those unfinished when the block ends are aborted.
 
-        Yields a function that returns their new outputs. Unless some wait already, it runs one step, which may
-        have made none.
+        Yields a function that returns their new outputs. If none are pending it runs one step, which may produce
+        none.
 
         Raises:
             InvalidRequestError, Overloaded: as `Engine.add_request`.
@@ -62,7 +62,7 @@ class SharedEngine:
     def _take(self, mailbox: Mailbox) -> list[RequestOutput]:
         if not mailbox:
             with self._turn():
-                if not mailbox:  # nothing came while the turn was another's
+                if not mailbox:  # another thread's step has brought none
                     if not self._engine.has_unfinished_requests:
                         raise EngineError("the outputs of this call were lost in a step that failed")
                     self._step()
@@ -88,9 +88,9 @@ class SharedEngine:
             self._abort_left()
 
     def _abort_left(self) -> None:
-        """Abort the requests of calls that have ended, now or when the turn of another thread ends.
+        """Abort the requests of calls that have ended, now or when another thread releases the lock.
 
-        It never waits: a stream that is dropped ends wherever the garbage collector finds it, within a step too.
+        It never blocks, because the garbage collector may close a dropped stream anywhere, even within a step.
         """
         engine = self._engine
         while self._left and self._lock.acquire(wait=False):
@@ -102,28 +102,28 @@ class SharedEngine:
                             del self._mailboxes[request.request_id]
                             engine.abort_request(request.request_id)
                 if engine.has_unfinished_requests and not engine.scheduler.num_unfinished_requests:
-                    self._step()  # ends what was aborted
+                    self._step()  # delivers what was aborted
             finally:
                 self._lock.release()
 
 
 class _FairLock:
-    """A lock that passes from thread to thread in the order in which they asked.
+    """A lock that threads acquire in the order in which they asked.
 
-    `threading.Lock` may go again and again to the thread that has just released it
+    `threading.Lock` may repeatedly go to the thread that has just released it
     (docs/decisions/022-calls-that-overlap.md has figures).
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()  # held for a moment, to change the two below
+        self._mutex = threading.Lock()  # held briefly, to change the two fields below
         self._owner: int | None = None
         self._waiting: deque[tuple[int, threading.Lock]] = deque()
 
     def acquire(self, *, wait: bool = True) -> bool:
-        """Take the lock; with `wait` off only if that takes no waiting. Returns whether it was taken."""
+        """Take the lock, without `wait` only if it is free. Returns whether it was taken."""
         me = threading.get_ident()
         if not self._mutex.acquire(blocking=wait):
-            return False  # its holder is about to take this lock, or to release it
+            return False  # its holder is about to take or release this lock
         try:
             if self._owner is None:
                 self._owner = me
@@ -131,7 +131,9 @@ class _FairLock:
             if not wait:
                 return False
             if self._owner == me:
-                raise EngineError("a step of this engine runs in this thread; an observer cannot wait for another")
+                raise EngineError(
+                    "a step of this engine is running in this thread; an observer cannot run another step"
+                )
             turn = threading.Lock()
             turn.acquire()
             self._waiting.append((me, turn))
@@ -144,13 +146,13 @@ class _FairLock:
                 was_waiting = (me, turn) in self._waiting
                 if was_waiting:
                     self._waiting.remove((me, turn))
-            if not was_waiting:  # the turn has come all the same
+            if not was_waiting:  # the lock was handed over in the meantime
                 self.release()
             raise
         return True
 
     def release(self) -> None:
-        """Hand the lock to the thread that has waited longest."""
+        """Hand the lock to the thread that has waited longest, if any."""
         with self._mutex:
             self._owner = None
             if self._waiting:

@@ -1,1 +1,1 @@
-"""What happened, as plain data: records of steps, recordings, the step table."""
+"""Records of steps as plain data, recordings of them, and the step table."""

@@ -1,4 +1,4 @@
-"""Who holds which KV block, told as changes from step to step, so that a page can draw the pool at any step."""
+"""Which request holds each KV block, as changes from step to step, so that a page can draw the pool at any step."""
 
 from typing import Any
 
@@ -8,18 +8,18 @@ from treadle.core.request import IntArray
 from treadle.scheduler.report import CACHED, FREE, BlockHolders
 
 BlockChanges = dict[str, Any]
-"""Blocks by what they have become: {free, cached: runs; held, shared: request → runs}, with runs as
-[first, count, first, count, …].
+"""Blocks whose state has changed, by their new state: {free, cached: runs; held, shared: request → runs}, with runs
+as [first, count, first, count, …].
 
-A block that several sequences share is told under the first of their requests in rank.
+A block that several sequences share is listed under the first of their requests in rank order.
 """
 
 
 class BlockMap:
-    """Compares the blocks of the device tier with what they were when it last looked.
+    """Compares the blocks of the device tier with their state at the previous call.
 
     Args:
-        num_blocks: of the tier.
+        num_blocks: size of the tier.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,16 +27,16 @@ class BlockMap:
         self._now = BlockHolders(holders, np.zeros(num_blocks, dtype=np.bool_), {})
 
     def changes(self, now: BlockHolders) -> BlockChanges:
-        """What has changed since the last call."""
+        """The blocks that have changed since the previous call."""
         before, self._now = self._now, now
         return self._describe(np.flatnonzero((before.holders != now.holders) | (before.is_shared != now.is_shared)))
 
     def everything(self) -> BlockChanges:
-        """All blocks but the free ones, as they were at the last look."""
+        """All blocks except free ones, as of the latest call of `changes`."""
         return self._describe(np.flatnonzero(self._now.holders != FREE))
 
     def _describe(self, blocks: IntArray | np.ndarray[Any, Any]) -> BlockChanges:
-        """The given blocks, by what they are now."""
+        """The given blocks by their current state."""
         changes: BlockChanges = {}
         holders = self._now.holders[blocks]
         for name, code in (("free", FREE), ("cached", CACHED)):

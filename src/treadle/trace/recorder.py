@@ -1,6 +1,6 @@
-"""Writes what every step did to a file: JSON lines, a header and then one record per step.
+"""Writes every step to a file of JSON lines: a header, then one record per step.
 
-With the same arrivals on a virtual clock the file is the same to the byte.
+The same arrivals on a virtual clock give the same file, byte for byte.
 """
 
 import json
@@ -17,19 +17,19 @@ from treadle.scheduler import StepOutputs, StepReport
 from treadle.trace.step_record import StepDescriber, StepRecord, describe_wait_reasons
 
 FORMAT = 2
-"""Number of the file format; it grows when a reader of old files would be misled."""
+"""Version of the file format; it increases when older readers would misread a new file."""
 
 
 class StepRecorder:
     """Records an engine's steps.
 
     Args:
-        path: the file, written anew.
+        path: the file; an existing one is overwritten.
         config, cache_config: of the scheduler.
         clock: of the engine.
 
     Attributes:
-        wants_details: always.
+        wants_details: always True.
         close: finishes the file.
 
     Raises:
@@ -43,7 +43,7 @@ class StepRecorder:
             self._file: TextIO = path.open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError("record", f"{path} cannot be written ({error})") from error
-        # An engine has no end of its own: the file is finished with the recorder, or with the program.
+        # An engine is never closed, so the file is closed with the recorder or at the end of the program.
         self.close = weakref.finalize(self, self._file.close)
         self._describer = StepDescriber(cache_config.num_blocks, clock)
         self._write(
@@ -58,7 +58,7 @@ class StepRecorder:
         )
 
     def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
-        """Write a line for the step; what ended before it is told with it."""
+        """Write a line for the step; it includes requests that ended before it without a step."""
         record = self._describer.describe(report, finished)
         if record is not None:
             self._write(record)

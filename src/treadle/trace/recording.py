@@ -1,4 +1,4 @@
-"""Reads a recording and tells it: the step table, one request's story, a trace for Perfetto or chrome://tracing."""
+"""Reads a recording and presents it as a step table, a request's history, or a trace for Perfetto."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ class Recording:
         records: one per step.
 
     Raises:
-        UsageError: the file cannot be read, or is no recording.
+        UsageError: the file cannot be read, is not a recording, or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,9 +36,9 @@ class Recording:
             try:
                 parsed.append(json.loads(line))
             except ValueError as error:
-                if number == len(lines):  # the run was stopped while it wrote
+                if number == len(lines):  # the run was stopped in the middle of a write
                     break
-                raise UsageError("RUN.jsonl", f"{path}, line {number}: no JSON ({error})") from error
+                raise UsageError("RUN.jsonl", f"{path}, line {number}: not JSON ({error})") from error
         header = parsed[0] if parsed else None
         if not isinstance(header, dict) or "treadle_recording" not in header:
             raise UsageError("RUN.jsonl", f"{path} is not a recording")
@@ -64,7 +64,7 @@ class Recording:
         return table.render()
 
     def story(self, name: str) -> str:
-        """What happened to one request, a line for each change.
+        """The history of one request, a line for each change.
 
         Raises:
             UsageError: there is no such request.
@@ -107,7 +107,7 @@ class Recording:
         ]
         events.append({"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": "Treadle"}})
         for record in self.records:
-            # On a virtual clock a step may take no time; a microsecond makes it visible.
+            # On a virtual clock a step may take no time; one microsecond keeps it visible.
             start, duration = record["time"] * MICROSECONDS, max(record["duration"] * MICROSECONDS, 1.0)
             shared = {"ph": "X", "pid": 1, "ts": start, "dur": duration}
             step = {"step": record["step"], "tokens": record["tokens"]}

@@ -1,4 +1,4 @@
-"""What the scheduler holds between two steps, as plain data that can be written as JSON."""
+"""The scheduler's state between two steps, as plain data that can be written as JSON."""
 
 from typing import Any
 

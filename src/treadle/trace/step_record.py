@@ -1,5 +1,5 @@
-"""What a step did, as plain data that can be written as JSON: the one description that the step table, the recorder,
-`treadle explain` and the page share.
+"""Describes a step as plain data that can be written as JSON. The step table, recordings, `treadle explain` and the
+page all use this description.
 
 A record is a mapping::
 
@@ -7,13 +7,13 @@ A record is a mapping::
     tokens                  tokens computed, drafts included
     ran                     request → {kind, start, count, of, sequences}; kind: prefill, re-prefill, decode, beam
     waiting, swapped        request → code of a WaitReason, or "" if it was not looked at; in rank order
-    idle                    requests that run but had no part in the step
+    idle                    running requests that were not in the step
     preempted               [{request, for, mode}]
     swapped_in, ignored     requests
     arrived                 request → {prompt_tokens, max_tokens, n, priority, time}
     finished                request → {finish_reasons, output_tokens, cached_tokens, preemptions, queue_time, …}
     blocks                  {referenced, cached, free, host_used, host_free}
-    block_changes           which blocks are held by whom since this step, see block_map
+    block_changes           blocks whose holder has changed, see block_map
     swaps_out, swaps_in, copies   [[source block, target block]]
 """
 
@@ -30,7 +30,7 @@ StepRecord = dict[str, Any]
 
 
 class StepDescriber:
-    """Makes the records of consecutive steps from reports with details.
+    """Makes records of consecutive steps from reports with details.
 
     Args:
         num_blocks: of the device tier.
@@ -48,11 +48,11 @@ class StepDescriber:
         self.blocks.changes(holders)
 
     def describe(self, report: StepReport | None, finished: Iterable[Request]) -> StepRecord | None:
-        """The record of a step that has run; what has ended without a step is told with the next one.
+        """The record of a step that has run; it includes requests that ended before it without a step.
 
         Args:
-            report: None, or one without details, makes no record.
-            finished: requests that ended since the call before.
+            report: of the step; there is no record if it is None or has no details.
+            finished: requests that ended since the previous call.
         """
         self._finished += finished
         if report is None or report.details is None:
@@ -65,7 +65,7 @@ class StepDescriber:
 
 
 def _describe_step(report: StepReport, finished: Iterable[Request]) -> StepRecord:
-    """The record of a step, but for the changes of blocks and the time that it took.
+    """The record of a step, except its block changes and its duration.
 
     Args:
         report: with details.
@@ -118,7 +118,7 @@ def _describe_step(report: StepReport, finished: Iterable[Request]) -> StepRecor
 
 
 def describe_wait_reasons() -> dict[str, str]:
-    """Code → text of every reason to wait, for whoever shows records to people."""
+    """Code → text of every reason to wait, for programs that show records to people."""
     return {reason.value: reason.text for reason in WaitReason}
 
 

@@ -1,4 +1,4 @@
-"""The picture of a schedule: what each request did in each step, as a table of text."""
+"""Shows a schedule as a text table: what each request did in each step."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,9 @@ from treadle.trace.step_record import StepDescriber, StepRecord
 
 
 class StepTable:
-    """Draws what every request did in every step.
+    """A table with a row per step and a column per request, in order of arrival.
 
-    Rows are steps, columns are requests in order of arrival. Steps in which everybody did the same as in
-    the one before are drawn as one row.
+    Consecutive steps with the same cells share a row.
     """
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ def step_cells(record: StepRecord) -> dict[str, str]:
 
 
 def step_kinds(record: StepRecord) -> dict[str, str]:
-    """Request → what it did in a step, as one word: a RunKind, waiting, swapped, idle, preempted or ended."""
+    """Request → what it did in a step: a RunKind, waiting, swapped, idle, preempted or ended."""
     kinds = dict.fromkeys(record["finished"], "ended")
     kinds |= {name: ran["kind"] for name, ran in record["ran"].items()}
     kinds |= {name: queue for queue in ("waiting", "swapped") for name in record[queue]}
