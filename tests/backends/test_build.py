@@ -21,6 +21,7 @@ from treadle.core.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
 
+FAST = ("-O0",)  # what is compiled here is not run
 SMALL = {"num_kv_blocks": 64, "max_model_len": 256, "log_stats_interval_s": 0}
 SOURCE = 'extern "C" int answer() { return 42; }\n'  # compiled in place of the kernels, which take seconds
 
@@ -94,7 +95,7 @@ def test_what_python_mirrors_is_compared_with_the_compiled_library(monkeypatch):
 
 def test_a_library_without_a_function_is_refused(cache, tmp_path):
     source = tmp_path / "treadle.c"
-    small.write_text("int treadle_abi(void) { return 0; }")
+    source.write_text("int treadle_abi(void) { return 0; }")
     subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "old.so")], check=True)
     with pytest.raises(
         KernelBuildError, match=r"old.so does not fit .*no function treadle_pack_bf16; delete the file"
