@@ -29,13 +29,15 @@ KINDS = [
     {"temperature": 0.9, "n": 3},
     {"temperature": 0.0, "presence_penalty": 0.3, "logit_bias": {200: 2.0}},
 ]
+# The tiny model's vocabulary spells no texts that a grammar could ask for.
+WITH_GRAMMARS = [*KINDS, {"temperature": 0.8, "structured_outputs": {"regex": "[a-z ,.]*"}}]
 
 
-def make_requests(prompts):
+def make_requests(prompts, kinds):
     """Greedy and seeded, with filters, penalties and several sequences; every third prompt shares a prefix."""
     common = {"ignore_eos": True, "logprobs": 3}
     return [
-        (prompt, SamplingParams(max_tokens=10 + i % 3, seed=i, **common, **KINDS[i % len(KINDS)]))
+        (prompt, SamplingParams(max_tokens=10 + i % 3, seed=i, **common, **kinds[i % len(kinds)]))
         for i, prompt in enumerate(prompts)
     ]
 
@@ -78,7 +80,7 @@ class Numbers:
 class Path:
     """A model on one build in one number format, and the answer to each request run alone."""
 
-    def __init__(self, loaded: Any, prompts: list[list[int]], numbers: Numbers):
+    def __init__(self, loaded: Any, prompts: list[list[int]], kinds: list[dict[str, Any]], numbers: Numbers):
         self.loaded = loaded
         self.child = None
         self.int8 = numbers.int8
@@ -86,7 +88,7 @@ class Path:
             loaded.config, loaded.weights, library=native_library(numbers.build), int8=numbers.int8,
             max_model_len=2048,
         )  # fmt: skip
-        self.requests = make_requests(prompts)
+        self.requests = make_requests(prompts, kinds)
         self.alone = []
         for request in self.requests:
             self.alone += self.run([request], enable_prefix_caching=False, max_num_batched_tokens=2048)
@@ -127,19 +129,21 @@ CHILD = [
     for int8 in (True, False)
 ]
 REAL = numbers("real", RUNNABLE[:1], pytest.mark.slow)
+CHILD += [pytest.param(Numbers("real", build, True, in_child=True), marks=pytest.mark.slow) for build in RUNNABLE[:1]]
 
 
 @pytest.fixture(scope="module")
 def path(request, tiny):
     """Made once per path: pytest orders the tests of a module by such a fixture's parameter."""
     wanted = request.param
-    if wanted.model != "tiny":
+    if wanted.model == "tiny":
+        path, source = Path(tiny.loaded, make_prompts(LENGTHS), KINDS, wanted), tiny.folder
+    else:
         loaded = request.getfixturevalue("embedded_model")
-        yield Path(loaded, real_prompts(loaded.tokenizer), wanted)
-        return
-    path = Path(tiny.loaded, make_prompts(LENGTHS), wanted)
+        path = Path(loaded, real_prompts(loaded.tokenizer), WITH_GRAMMARS, wanted)
+        source = request.getfixturevalue("embedded_path")
     if wanted.in_child:
-        path.child = Child(tiny.folder, wanted.build, wanted.int8)
+        path.child = Child(source, wanted.build, wanted.int8)
     yield path
     if path.child is not None:
         path.child.close()

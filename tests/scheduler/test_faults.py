@@ -33,7 +33,7 @@ def test_prompts_at_block_edges_for_every_chunk(policy, chunk):
 
 def test_prompt_of_the_whole_length_and_one_less():
     engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32)
-    with pytest.raises(InvalidRequestError, match="has 32 tokens; at most 31 leave room"):
+    with pytest.raises(InvalidRequestError, match="has 32 tokens, and at most 31 leave room"):
         engine.add("whole", list(range(32)))
     assert engine.scheduler.num_unfinished_requests == 0
     engine.add("one less", list(range(31)))

@@ -13,19 +13,19 @@ class Child:
     """A process that loads a model once and runs plans on it.
 
     Args:
-        folder: of the model.
+        model: its folder or file.
         build: of the native kernels.
         int8: whether weights are int8; else bfloat16.
     """
 
-    def __init__(self, folder, build, int8):
+    def __init__(self, model, build, int8):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "support.child_runner"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parent.parent,
         )
-        self.ask((str(folder), build, int8))
+        self.ask((str(model), build, int8))
 
     def runner(self, **shape):
         """A runner that has seen no plan."""
@@ -76,8 +76,8 @@ def main():
             elif isinstance(message, dict):
                 runner = make_runner(loaded, model, **message)
             else:
-                folder, build, int8 = message
-                loaded = load_path(Path(folder))
+                path, build, int8 = message
+                loaded = load_path(Path(path))
                 model = NativeModel(
                     loaded.config, loaded.weights, library=native_library(build), int8=int8, max_model_len=2048
                 )

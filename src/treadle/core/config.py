@@ -212,8 +212,9 @@ def check_prompt_length(num_tokens: int, max_model_len: int, reason: str | None 
     if num_tokens >= max_model_len:
         raise InvalidRequestError(
             "prompt",
-            f"has {num_tokens} tokens; at most {max_model_len - 1} leave room for one output token within "
-            f"max_model_len {max_model_len}" + (f" ({reason})" if reason else ""),
+            f"this model's maximum context length is {max_model_len} tokens; the prompt has {num_tokens} tokens, and "
+            f"at most {max_model_len - 1} leave room for one output token" + (f" ({reason})" if reason else ""),
+            code="context_length_exceeded",
         )
 
 

@@ -24,12 +24,14 @@ class InvalidRequestError(TreadleError, ValueError):
     Attributes:
         field: the argument that is wrong, as the caller spells it.
         problem: what is wrong with it, without the field's name.
+        code: OpenAI's code for the problem, where clients look for one.
     """
 
-    def __init__(self, field: str, problem: str) -> None:
+    def __init__(self, field: str, problem: str, code: str | None = None) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+        self.code = code
 
 
 class ConfigError(TreadleError, ValueError):

@@ -264,7 +264,8 @@ class Request:
         self.prompt_token_ids: IntArray = np.asarray(prompt_token_ids, dtype=np.int32)
         self.sampling_params = sampling_params
         self.stop_token_ids = stop_token_ids
-        self.seed = sampling_params.seed if seed is None else seed
+        wanted = sampling_params.seed if seed is None else seed
+        self.seed = None if wanted is None else wanted % 2**64
         self.arrival_time = arrival_time
         self.priority = priority
         self.tenant = tenant

@@ -3,7 +3,7 @@
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
@@ -15,6 +15,17 @@ GREEDY_TEMPERATURE = 1e-5
 
 MOST = 1e6
 """Maximum temperature and repetition penalty, because both are applied in float32."""
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+"""Maximum number of stop strings and length of each: all of them are searched for after every token."""
+
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+"""Maximum number of biased tokens, as in OpenAI's API; each of the `n` sequences has its own copy."""
+
+
+FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "use_beam_search")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +42,17 @@ class SamplingParams:
             output; values above 1 discourage repetition (Keskar et al. 2019, CTRL).
         presence_penalty: subtracted once from the logit of every token in the output so far; in [-2, 2].
         frequency_penalty: subtracted once per occurrence of a token in the output so far; in [-2, 2].
-        seed: makes the request's noise reproducible, regardless of the rest of the batch; 0 to 2**64 - 1. If None,
-            the engine derives a seed from its own seed and the request's arrival number.
-        stop: strings that end the text; excluded from it unless `include_stop_str_in_output` is set.
-        stop_token_ids: token ids that end the sequence, besides the model's end-of-sequence ids.
+        seed: makes the request's noise reproducible, regardless of the rest of the batch; -2**63 to 2**64 - 1, where
+            a negative number stands for itself plus 2**64. If None, the engine derives a seed from its own seed and
+            the request's arrival number.
+        stop: strings that end the text; excluded from it unless `include_stop_str_in_output` is set. At most
+            MAX_STOP_STRINGS of at most MAX_STOP_CHARS characters.
+        stop_token_ids: token ids that end the sequence, besides the model's end-of-sequence ids; at most
+            MAX_STOP_TOKEN_IDS.
         ignore_eos: do not stop at the model's end-of-sequence ids.
         max_tokens: maximum number of tokens to generate; None means up to the model's length.
         min_tokens: minimum number of tokens before an end-of-sequence id, stop id or stop string may end the output.
-        logit_bias: token id → bias added to its logit; biases are clamped to [-100, 100].
+        logit_bias: token id → bias added to its logit; biases are clamped to [-100, 100]. At most MAX_LOGIT_BIAS.
         allowed_token_ids: sample only from these ids.
         logprobs: report the log-probabilities of the sampled token and of this many most likely tokens.
         prompt_logprobs: the same for every prompt token but the first.
@@ -99,7 +113,7 @@ class SamplingParams:
                     "min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
                 )
         if self.seed is not None:
-            _check_int("seed", self.seed, low=0, high=2**64 - 1)
+            _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
@@ -108,10 +122,19 @@ class SamplingParams:
             if not isinstance(self.logit_bias, Mapping):
                 raise InvalidRequestError(
                     "logit_bias",
-                    f"must map token ids to numbers, got {self.logit_bias!r}",
+                    f"must map token ids to numbers, got {_short(self.logit_bias)}",
                 )
+            _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
             for token_id, bias in self.logit_bias.items():
                 _check_number(f"logit_bias[{token_id!r}]", bias)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection)):
+                raise InvalidRequestError(name, f"must be a list of token ids, got {_short(value)}")
+        _check_count("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(name, f"must be True or False, got {_short(getattr(self, name))}")
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise InvalidRequestError("allowed_token_ids", "must not be empty; None allows every token")
         object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
@@ -152,6 +175,7 @@ class SamplingParams:
         """Raise InvalidRequestError for a stop, bias or allowed id that is not in the vocabulary."""
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+        _check_count("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
 
 
@@ -159,7 +183,7 @@ def check_token_ids(field_name: str, token_ids: Iterable[Any], vocab_size: int) 
     """Raise InvalidRequestError unless every id is an integer in [0, vocab_size)."""
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex):
-            raise InvalidRequestError(field_name, f"token ids must be integers, got {token_id!r}")
+            raise InvalidRequestError(field_name, f"token ids must be integers, got {_short(token_id)}")
         if not 0 <= operator.index(token_id) < vocab_size:
             raise InvalidRequestError(field_name, f"token id {token_id} is outside the vocabulary [0, {vocab_size})")
 
@@ -169,17 +193,32 @@ def _as_stop_strings(stop: object) -> tuple[str, ...]:
         return ()
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) for s in strings):
-        raise InvalidRequestError("stop", f"must be a string or a list of strings, got {stop!r}")
+        raise InvalidRequestError("stop", f"must be a string or a list of strings, got {_short(stop)}")
+    _check_count("stop", strings, MAX_STOP_STRINGS)
+    if any(len(s) > MAX_STOP_CHARS for s in strings):
+        longest = max(map(len, strings))
+        raise InvalidRequestError("stop", f"a stop string may have {MAX_STOP_CHARS} characters, got {longest}")
     if any(not s for s in strings):
         raise InvalidRequestError("stop", "an empty stop string would end every text at once")
     return tuple(strings)
+
+
+def _check_count(name: str, values: Collection[Any], most: int) -> None:
+    if len(values) > most:
+        raise InvalidRequestError(name, f"must have at most {most} entries, got {len(values)}")
+
+
+def _short(value: object) -> str:
+    """A value as an error message quotes it."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "…"
 
 
 def _check_number(
     name: str, value: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise InvalidRequestError(name, f"must be a finite number, got {value!r}")
+        raise InvalidRequestError(name, f"must be a finite number, got {_short(value)}")
     value = float(value)
     if value < low or value > high or (open_low and value == low):
         if high == math.inf:
@@ -191,7 +230,7 @@ def _check_number(
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise InvalidRequestError(name, f"must be an integer, got {value!r}")
+        raise InvalidRequestError(name, f"must be an integer, got {_short(value)}")
     value = operator.index(value)
     if value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"between {low} and {high}"

@@ -21,7 +21,7 @@ from treadle.server.chat import Chat, render_chat
 from treadle.server.completions import Completion
 from treadle.server.feed import StepFeed
 from treadle.server.metrics import Metrics
-from treadle.server.middleware import LimitBody, RequireKey
+from treadle.server.middleware import CheckBody, RequireKey
 from treadle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorResponse, TokenizeRequest
 from treadle.server.responses import JSON, error_body, sse
 from treadle.server.service import ClientGone, ModelNotFound, Service
@@ -78,7 +78,7 @@ def create_app(
 
     app = FastAPI(title="Treadle", version=__version__, lifespan=lifespan, responses=ERRORS)
     app.state.service = service
-    app.add_middleware(LimitBody, max_bytes=max_body_bytes)
+    app.add_middleware(CheckBody, max_bytes=max_body_bytes)
     if api_key is not None:
         app.add_middleware(RequireKey, key=api_key)
     _add_error_handlers(app)
@@ -96,9 +96,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             streams = await call.start()
         except InvalidRequestError as error:
             raise request.with_its_field(error) from None
+        headers = {"x-request-id": call.id}
         if not request.stream:
-            return JSONResponse(await call.answer(streams, http))
-        return StreamingResponse(_tell_errors(call.stream(streams)), media_type="text/event-stream")
+            return JSONResponse(await call.answer(streams, http), headers=headers)
+        return StreamingResponse(_tell_errors(call.stream(streams)), headers=headers, media_type="text/event-stream")
 
     @app.post("/v1/chat/completions", responses=EVENTS)
     async def chat_completions(request: ChatRequest, http: Request) -> Response:
@@ -223,11 +224,14 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    def answer(status: int, kind: str, message: str, param: str | None = None, **headers: str) -> Response:
-        return JSONResponse(error_body(message, kind, param, status), status_code=status, headers=headers or None)
+    def answer(
+        status: int, kind: str, message: str, param: str | None = None, code: str | None = None, **headers: str
+    ) -> Response:
+        body = error_body(message, kind, param, code or status)
+        return JSONResponse(body, status_code=status, headers=headers or None)
 
     async def invalid(_: Request, error: InvalidRequestError) -> Response:
-        return answer(400, "invalid_request_error", str(error), error.field)
+        return answer(400, "invalid_request_error", str(error), error.field, error.code)
 
     async def malformed(http: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]

@@ -22,6 +22,9 @@ class Call(ABC, Generic[R]):
         service: the engine.
         request: the request body.
         id_prefix: prefix of the call's id.
+
+    Attributes:
+        id: the id of the call, in its response and in the header x-request-id.
     """
 
     chunk_kind: str
@@ -32,7 +35,7 @@ class Call(ABC, Generic[R]):
         self._service = service
         self._request = request
         self._created = int(time.time())
-        self._id = service.new_id(id_prefix, request.request_id)
+        self.id = service.new_id(id_prefix, request.request_id)
 
     async def stream(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
         """The response as server-sent events: a chunk per token and choice, then the usage if requested."""
@@ -80,7 +83,7 @@ class Call(ABC, Generic[R]):
 
     def _body(self, kind: str, choices: Sequence[JSON]) -> JSON:
         return {
-            "id": self._id,
+            "id": self.id,
             "object": kind,
             "created": self._created,
             "model": self._service.model_name,

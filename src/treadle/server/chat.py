@@ -61,7 +61,7 @@ class Chat(Call[ChatRequest]):
             {"prompt": text} if request.cache_salt is None else {"prompt": text, "cache_salt": request.cache_salt}
         )
         return await self._service.start(
-            self._id,
+            self.id,
             [prompt],  # type: ignore[list-item]
             params,
             request.options(),

@@ -67,7 +67,7 @@ class Completion(Call[CompletionRequest]):
             key = "prompt" if isinstance(prompts[0], str) else "prompt_token_ids"
             prompts = [{key: prompt, "cache_salt": request.cache_salt} for prompt in prompts]
         return await self._service.start(
-            self._id,
+            self.id,
             prompts,
             params,
             request.options(),

@@ -4,6 +4,7 @@ Plain ASGI, so that streams pass through unchanged.
 """
 
 import json
+import re
 import secrets
 
 from starlette.datastructures import Headers
@@ -14,6 +15,19 @@ from treadle.server.responses import error_body
 OPEN_PATHS = frozenset({"/health", "/"})
 OPEN_FOLDER = "/page/"
 """The page is static and contains no data; it asks the user for the key and sends it with its requests."""
+
+
+_SURROGATES = re.compile(
+    rb"\\\\"  # an escaped backslash, which may stand before a 'u'
+    rb"|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..|\xed[\xa0-\xbf])",
+    re.DOTALL,
+)
+"""Pairs of surrogates, and (as group 1) halves without the other half, escaped or as bytes."""
+
+
+def has_lone_surrogate(body: bytes) -> bool:
+    """Whether JSON text holds half a surrogate pair, which is no character and cannot be encoded."""
+    return any(match.group(1) is not None for match in _SURROGATES.finditer(body))
 
 
 async def _refuse(send: Send, status: int, message: str, kind: str) -> None:
@@ -39,16 +53,19 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102
         if scope["type"] == "http" and not _is_open(scope["path"]):
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), self._key):
+            if scheme.lower() != "bearer" or not secrets.compare_digest(
+                key.strip().encode("latin-1"),
+                self._key,  # Headers decodes as latin-1 whatever bytes there are
+            ):
                 await _refuse(send, 401, "send the server's key as 'Authorization: Bearer …'", "authentication_error")
                 return
         await self._app(scope, receive, send)
 
 
-class LimitBody:
-    """Refuses bodies over `max_bytes`, with or without Content-Length, with an error in OpenAI's format.
+class CheckBody:
+    """Refuses bodies over `max_bytes`, with or without Content-Length, and text that is no Unicode.
 
-    FastAPI's own limit answers in plain text.
+    Errors are in OpenAI's format; FastAPI's own limit answers in plain text.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -75,6 +92,10 @@ class LimitBody:
             if not message.get("more_body", False):
                 message = None
                 break
+        if has_lone_surrogate(body):
+            text = "the body holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+            await _refuse(send, 400, text, "invalid_request_error")
+            return
         given = False
 
         async def replay() -> Message:

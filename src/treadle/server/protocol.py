@@ -6,9 +6,9 @@ fields that would change the answer are refused; unknown fields are ignored and 
 
 import json
 import logging
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from treadle.core.errors import InvalidRequestError
 from treadle.core.sampling_params import SamplingParams
@@ -23,7 +23,35 @@ MAX_SCHEMA_CHARS = 2**17
 """Maximum length of a schema, grammar or list of choices; llguidance limits their complexity."""
 
 
-class StreamOptions(BaseModel):
+MAX_MESSAGES = 4096
+MAX_UNKNOWN_FIELDS = 100
+
+T = TypeVar("T")
+
+
+class _FirstErrorOnly(FailFast):
+    __hash__ = object.__hash__  # unions need it
+
+
+Items = Annotated[list[T], _FirstErrorOnly()]
+"""A list whose check ends at the first wrong item: a body may hold millions of them."""
+
+Messages = Annotated[list[dict[str, Any]], _FirstErrorOnly(), Field(max_length=MAX_MESSAGES)]
+
+
+class Body(BaseModel):
+    """A request body, or part of one. Null stands for the default of every field that has another one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        fields = cls.model_fields
+        return {k: v for k, v in data.items() if v is not None or k not in fields or fields[k].is_required()}
+
+
+class StreamOptions(Body):
     """What a stream reports in addition to its deltas."""
 
     include_usage: bool = False
@@ -55,7 +83,7 @@ class ResponseFormat(BaseModel):
         return {"json": schema if isinstance(schema, dict) else json.dumps(schema)}
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(Body):
     """What /v1/completions and /v1/chat/completions have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -84,7 +112,7 @@ class GenerationRequest(BaseModel):
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -94,12 +122,12 @@ class GenerationRequest(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Items[int] | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -121,8 +149,13 @@ class GenerationRequest(BaseModel):
                 unknown.append(name)
             elif value not in self.unsupported[name]:
                 raise InvalidRequestError(name, "is not supported by this server")
+        if len(unknown) > MAX_UNKNOWN_FIELDS:
+            raise InvalidRequestError(
+                unknown[0][:100], f"is one of {len(unknown)} unknown fields; at most {MAX_UNKNOWN_FIELDS} are ignored"
+            )
         if unknown:
-            logger.info("unknown request fields were ignored: %s", ", ".join(sorted(unknown)[:20]))
+            # As repr: a name may hold line breaks.
+            logger.info("unknown request fields were ignored: %s", ", ".join(repr(n[:100]) for n in unknown[:20]))
         return self
 
     def options(self) -> RequestOptions:
@@ -201,7 +234,7 @@ class CompletionRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**GenerationRequest.unsupported, "suffix": (None, "")}
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
     logprobs: int | None = None
     echo: bool = False
@@ -230,7 +263,7 @@ class ChatRequest(GenerationRequest):
         "documents": (None, []),
     }
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -238,22 +271,22 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """POST /tokenize: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class ErrorDetail(BaseModel):

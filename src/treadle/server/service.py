@@ -121,8 +121,9 @@ class Service:
             if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
                 raise InvalidRequestError(
                     "max_tokens",
-                    f"{max_tokens} after a prompt of {num_prompt_tokens} tokens exceeds the model's length of "
-                    f"{max_model_len}; at most {max_model_len - num_prompt_tokens} fit",
+                    f"this model's maximum context length is {max_model_len} tokens; {max_tokens} after a prompt of "
+                    f"{num_prompt_tokens} exceed it, and at most {max_model_len - num_prompt_tokens} fit",
+                    code="context_length_exceeded",
                 )
         return await self.engine.add(requests, stream=stream)
 

@@ -208,6 +208,12 @@ def _parse(prompt: Any) -> _ParsedPrompt:
             if isinstance(prompt, str):
                 raise InvalidRequestError("prompt_token_ids", "must be a list of integers, got a string")
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                "prompt", f"{prompt[error.start]!r} at character {error.start} is half a surrogate pair, no character"
+            ) from None
         return _ParsedPrompt(prompt, None, cache_salt)
     if hasattr(prompt, "tolist"):  # an array or a tensor
         prompt = prompt.tolist()
