@@ -35,11 +35,12 @@ WITH_GRAMMARS = [*KINDS, {"temperature": 0.8, "structured_outputs": {"regex": "[
 
 def make_requests(prompts, kinds):
     """Greedy and seeded, with filters, penalties and several sequences; every third prompt shares a prefix."""
-    common = {"ignore_eos": True, "logprobs": 3}
-    return [
-        (prompt, SamplingParams(max_tokens=10 + i % 3, seed=i, **common, **kinds[i % len(kinds)]))
-        for i, prompt in enumerate(prompts)
-    ]
+    requests = []
+    for i, prompt in enumerate(prompts):
+        kind = kinds[i % len(kinds)]
+        common = {"max_tokens": 10 + i % 3, "seed": i, "logprobs": 3, "ignore_eos": "structured_outputs" not in kind}
+        requests.append((prompt, SamplingParams(**common, **kind)))
+    return requests
 
 
 def real_prompts(tokenizer):

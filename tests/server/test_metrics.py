@@ -48,6 +48,12 @@ def test_latencies_are_from_token_to_token(policy, num_host_blocks):
     assert "no_free_blocks" in reasons
     assert reasons <= {reason.value for reason in WaitReason}
     assert values["vllm:num_preemptions_total"] > 0
+    assert values["vllm:prompt_tokens_total"] == sum(len(r.prompt_token_ids) for r in account.requests)
+    assert (
+        values["treadle:prompt_tokens_computed_total"] + values["vllm:prompt_tokens_cached_total"]
+        == (values["vllm:prompt_tokens_total"])
+    )
+    assert values["treadle:recomputed_tokens_total"] > 0 or num_host_blocks
     assert max(account.gaps) > 2
     assert values["vllm:inter_token_latency_seconds_count"] == len(account.gaps)
     assert values["vllm:inter_token_latency_seconds_sum"] == pytest.approx(math.fsum(account.gaps))

@@ -237,7 +237,7 @@ class StepOutputs:
         logprobs: place in `sequences` → log-probabilities, for sequences that asked.
         prompt_logprobs: request, position of the first token, log-probabilities of the tokens from there.
         num_generated_tokens: tokens that the step generated; each beam that goes on or ends has generated one.
-        num_prompt_tokens: known tokens computed for the first time.
+        num_prompt_tokens: prompt tokens computed for the first time.
         num_recomputed_tokens: known tokens computed again after a preemption.
         num_cached_tokens: prompt tokens of newly admitted requests that the prefix cache held.
         token_gaps: float64 [m], seconds since the token before, for sequences that had one.

@@ -24,12 +24,12 @@ def take_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> St
     batch = state.batch
     planned: ObjectArray = batch.sequences.take(plan.rows)
     awaiting_first: list[Request] = []
-    num_recomputed = 0
+    num_first = num_recomputed = 0
     if plan.num_prefills or plan.candidates is not None:
         awaiting_first = _awaiting_first_token(plan, planned)
     rows, sequences = plan.decode_rows, planned
     if plan.num_prefills:
-        targets, num_recomputed = _take_prefills(state, plan, planned)
+        targets, num_first, num_recomputed = _take_prefills(state, plan, planned)
         rows = np.concatenate([rows_of(targets), rows])
         sequences = _objects([*targets, *planned[plan.num_prefills : plan.num_prefills + plan.num_decodes]])
     elif plan.candidates is not None:
@@ -44,8 +44,8 @@ def take_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> St
         if result.num_accepted is None:
             _append(state, rows, token_ids, sequences, now)
         else:
-            num_first = len(rows) - plan.num_decodes
-            num_tokens = np.concatenate([np.ones(num_first, dtype=np.int32), result.num_accepted])
+            num_targets = len(rows) - plan.num_decodes
+            num_tokens = np.concatenate([np.ones(num_targets, dtype=np.int32), result.num_accepted])
             sequences, token_ids, logprobs = _append_rounds(state, rows, num_tokens, sequences, result, now)
     num_generated = len(token_ids)
     if plan.candidates is not None:
@@ -65,7 +65,7 @@ def take_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> St
             (planned[i].request, int(plan.starts[i]) + 1, entries) for i, entries in result.prompt_logprobs.items()
         ),
         num_generated_tokens=num_generated,
-        num_prompt_tokens=plan.num_prompt_tokens - num_recomputed,
+        num_prompt_tokens=num_first,
         num_recomputed_tokens=num_recomputed,
         num_cached_tokens=state.num_cached_tokens,
         token_gaps=gaps,
@@ -86,24 +86,27 @@ def _awaiting_first_token(plan: StepPlan, planned: ObjectArray) -> list[Request]
     return [request for request in requests if request.metrics.first_token_time is None]
 
 
-def _take_prefills(state: SchedulerState, plan: StepPlan, planned: ObjectArray) -> tuple[list[Sequence], int]:
+def _take_prefills(state: SchedulerState, plan: StepPlan, planned: ObjectArray) -> tuple[list[Sequence], int, int]:
     """Known tokens are computed, and prompts fork.
 
     Returns:
-        The sequences that get a token, in the result's order; and how many known tokens were computed again.
+        The sequences that get a token, in the result's order; how many prompt tokens were computed for the first
+        time; and how many known tokens were computed again.
     """
     targets: list[Sequence] = []
-    num_recomputed = 0
+    num_first = num_recomputed = 0
     for i in range(plan.num_prefills):
         seq: Sequence = planned[i]
         start, count, num_samples = int(plan.starts[i]), int(plan.counts[i]), int(plan.samples[i])
         num_recomputed += min(max(seq.num_ever_computed_tokens - start, 0), count)
+        # The last token before a preemption is known, never computed, and no prompt token.
+        num_first += max(min(start + count, seq.num_prompt_tokens) - max(start, seq.num_ever_computed_tokens), 0)
         lifecycle.computed(state, seq, start + count)
         if num_samples == 1:
             targets.append(seq)
         elif num_samples:
             targets += lifecycle.fork(state, seq.request, num_samples)
-    return targets, num_recomputed
+    return targets, num_first, num_recomputed
 
 
 def _append(state: SchedulerState, rows: IntArray, token_ids: IntArray, sequences: ObjectArray, now: float) -> None:

@@ -171,7 +171,14 @@ class Metrics(Collector):
             "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.num_prefix_queries
         )
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_prefix_hits)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens computed, each once.", self._num_prompt_tokens)
+        yield self._counter(
+            "vllm:prompt_tokens",
+            "Prompt tokens, each once, whether computed or cached.",
+            self._num_prompt_tokens + self._num_cached_tokens,
+        )
+        yield self._counter(
+            "treadle:prompt_tokens_computed", "Prompt tokens computed, each once.", self._num_prompt_tokens
+        )
         yield self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", self._num_cached_tokens
         )
