@@ -1,4 +1,4 @@
-"""Decides what each step runs. Plain arrays and objects; imports no torch."""
+"""The scheduler: decides what each step runs. Works on plain arrays and objects; does not import torch."""
 
 from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.invariants import check_invariants

@@ -1,4 +1,4 @@
-"""Requests that have waited too long go first."""
+"""Ageing: requests that have waited longer than the age limit go first."""
 
 import heapq
 
@@ -8,28 +8,28 @@ from treadle.scheduler.state import SchedulerState
 
 
 class Ageing:
-    """Moves a request that has waited longer than the age limit before all that have not, once.
+    """Moves a request, once, ahead of all younger requests when it has waited longer than the age limit.
 
-    A request also waits while its prompt is partly computed. Under an order by arrival nobody has to move: all that
-    are before it have waited longer.
+    A request with a partly computed prompt still counts as waiting. An order by arrival needs no move, because
+    the requests ahead have waited even longer.
 
     Args:
-        limit_s: the age limit in seconds; None for none.
+        limit_s: the age limit in seconds; None disables ageing.
     """
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
-        # (time at which a request ages, arrival number, request): a heap.
+        # A heap of (time at which the request reaches the age limit, arrival number, request).
         self._due: list[tuple[float, int, Request]] = []
 
     def watch(self, request: Request) -> None:
-        """The request has begun to wait, at its `waiting_since`."""
+        """Start to watch a request that has been waiting since its `waiting_since`."""
         if self._limit_s is not None and not request.is_aged:
             due = request.waiting_since + self._limit_s
             heapq.heappush(self._due, (due, request.arrival_number, request))
 
     def apply(self, state: SchedulerState) -> None:
-        """Give those who are due their new rank; among them the one that arrived first goes first."""
+        """Move every request that has reached the age limit to the front; aged requests keep their arrival order."""
         if not self._due or self._limit_s is None:
             return
         now = state.clock.now()

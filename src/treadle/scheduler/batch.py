@@ -1,7 +1,7 @@
-"""The running sequences as rows of arrays, so that a step touches all of them at once.
+"""The running sequences as rows of arrays, so that a step can process all of them with array operations.
 
-The scheduler fills and empties rows, and notes which ones a runner has to be told of. A row's number never changes
-while its sequence runs; `rows` lists the used rows in rank order.
+The scheduler fills and empties rows and records which rows the runner has to be told about. A sequence keeps its
+row number while it runs; `rows` lists the used rows in rank order.
 """
 
 import sys
@@ -15,45 +15,45 @@ from treadle.core.request import NUM_COMPUTED, NUM_COUNTERS, NUM_TOKENS, IntArra
 from treadle.scheduler.plan import NewRow
 
 STOP_IDS_PER_ROW = 8
-"""Stop ids that are compared for all rows at once; a row with more is looked at alone."""
+"""Stop ids per row that are compared for all rows at once; a row with more stop ids is checked separately."""
 
 NO_TOKEN = -1
-"""Fills unused places among the stop ids; no token has this id."""
+"""Padding for `stop_ids`; no token has this id."""
 
 BoolArray = npt.NDArray[np.bool_]
 
 
 def rows_of(sequences: Iterable[Sequence]) -> IntArray:
-    """The rows of running sequences: int32 [n]."""
+    """Return the rows of running sequences: int32 [n]."""
     return np.array([seq.row for seq in sequences], dtype=np.int32)
 
 
 class RunningBatch:
-    """Rows for the sequences that run.
+    """The running sequences, one per row.
 
     Args:
         max_num_seqs: number of rows.
-        max_model_len: most tokens of one sequence.
+        max_model_len: maximum number of tokens in a sequence.
 
     Attributes:
         token_ids: int32 [rows, max_model_len], valid up to num_tokens.
-        num_tokens: int32 [rows], tokens known.
-        num_prompt_tokens: int32 [rows], of them in the prompt.
+        num_tokens: int32 [rows], known tokens.
+        num_prompt_tokens: int32 [rows], tokens of the prompt.
         num_computed_tokens: int32 [rows], tokens whose KV is written.
-        token_limits: int32 [rows], num_tokens at which the sequence ends.
-        last_token_times: float64 [rows], when each got its latest token; NaN before the first.
-        is_prefilling: bool [rows], whether tokens known at admission are still to be computed.
+        token_limits: int32 [rows], value of num_tokens at which the sequence ends.
+        last_token_times: float64 [rows], seconds on the engine's clock at the latest token; NaN before the first.
+        is_prefilling: bool [rows], whether some tokens known at admission are not computed yet.
         is_group: bool [rows], whether the row's request has or will have several sequences.
         is_beam: bool [rows], whether the row belongs to a beam search.
         stop_ids: int32 [STOP_IDS_PER_ROW, rows], padded with NO_TOKEN.
         sequences: object [rows], the Sequence in each used row.
-        num_groups: running requests that have or will have more than one sequence.
-        drafts: row → int32 [k], tokens that the runner proposes as the next ones.
+        num_groups: number of running requests that have or will have several sequences.
+        drafts: row → int32 [k], the next tokens proposed by the runner.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.token_ids: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int32)
-        # Column-major: one counter of all rows is contiguous.
+        # Column-major, so that each counter is contiguous over all rows.
         self._counters: IntArray = np.zeros((max_num_seqs, NUM_COUNTERS), dtype=np.int32, order="F")
         self.num_tokens: IntArray = self._counters[:, NUM_TOKENS]
         self.num_computed_tokens: IntArray = self._counters[:, NUM_COMPUTED]
@@ -64,11 +64,11 @@ class RunningBatch:
         self.is_group: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_beam: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.stop_ids: IntArray = np.full((STOP_IDS_PER_ROW, max_num_seqs), NO_TOKEN, dtype=np.int32)
-        self._num_stop_ids = 0  # most of any row since the batch was last empty
+        self._num_stop_ids = 0  # maximum over all rows since the batch was last empty
         self.sequences: npt.NDArray[np.object_] = np.full(max_num_seqs, None, dtype=np.object_)
         self.num_groups = 0
         self.drafts: dict[int, IntArray] = {}
-        # Rows of which the runner has to be told: filled, and emptied, since the last plan.
+        # Rows filled and rows emptied since the last plan; the runner has to be told about both.
         self._new_rows: dict[int, None] = {}
         self._freed_rows: dict[int, None] = {}
         self._many_stop_ids: dict[int, frozenset[int]] = {}
@@ -76,7 +76,7 @@ class RunningBatch:
         self._num_reserved_seats = 0
         self._num_prefilling = 0
         self._num_beams = 0
-        # Parallel and sorted: the key of each running sequence, and its row.
+        # Parallel and sorted: the key and the row of each running sequence.
         self._keys: list[tuple[Rank, int]] = []
         self._rows: IntArray = np.empty(max_num_seqs, dtype=np.int32)
 
@@ -87,7 +87,7 @@ class RunningBatch:
 
     @property
     def num_free_seats(self) -> int:
-        """Sequences that can still be seated, beside those for which a running request holds a seat."""
+        """Seats that are neither taken by a running sequence nor reserved by a running request."""
         return len(self._free_rows) - self._num_reserved_seats
 
     @property
@@ -97,18 +97,18 @@ class RunningBatch:
 
     @property
     def num_prefilling(self) -> int:
-        """Rows whose known tokens are not all computed."""
+        """Number of rows with known tokens that are not computed yet."""
         return self._num_prefilling
 
     @property
     def has_beams(self) -> bool:
-        """Whether a beam search runs."""
+        """Whether a beam search is running."""
         return self._num_beams > 0
 
     def decoding_rows(self) -> IntArray:
-        """Rows whose next step is a decode, in rank order.
+        """Rows that are ready to decode, in rank order.
 
-        The beams of one search decode together: none before all are ready.
+        The beams of a search decode together, once all of them are ready.
         """
         rows = self.rows
         if not self._num_prefilling:
@@ -124,7 +124,7 @@ class RunningBatch:
         return any(bool(self.is_prefilling[beam.row]) for beam in seq.request.live_sequences)
 
     def prefilling_sequences(self) -> list[Sequence]:
-        """Sequences whose known tokens are not all computed, in rank order."""
+        """Sequences with known tokens that are not computed yet, in rank order."""
         if not self._num_prefilling:
             return []
         rows = self.rows
@@ -143,7 +143,7 @@ class RunningBatch:
         return self._rows[bisect_right(self._keys, (rank, sys.maxsize)) : len(self._keys)]
 
     def requests_behind(self, rank: Rank) -> Iterator[Request]:
-        """Running requests strictly behind `rank`, the last one first; valid until one of them leaves."""
+        """Running requests strictly behind `rank`, from the last to the first; valid until one of them leaves."""
         previous = None
         for place in range(len(self._keys) - 1, -1, -1):
             if self._keys[place][0] <= rank:
@@ -156,11 +156,11 @@ class RunningBatch:
     # Commands
 
     def add(self, seq: Sequence, token_limit: int) -> int:
-        """Seat `seq` in a free row, as one that decodes; returns the row.
+        """Put `seq` into a free row, marked as ready to decode; return the row.
 
         Args:
-            seq: a sequence that does not run.
-            token_limit: number of tokens at which it ends.
+            seq: a sequence that is not running.
+            token_limit: number of tokens at which the sequence ends, prompt included.
         """
         row = self._free_rows.pop()
         request = seq.request
@@ -185,7 +185,7 @@ class RunningBatch:
         return row
 
     def remove(self, seq: Sequence) -> None:
-        """Take `seq` out of its row; it keeps its tokens."""
+        """Take `seq` out of its row; the sequence keeps its tokens."""
         row = seq.row
         assert row is not None
         self._remove_key((seq.request.rank, seq.index))
@@ -200,11 +200,11 @@ class RunningBatch:
         self._free_rows.append(row)
 
     def tell_again(self, row: int) -> None:
-        """The runner has to be told all of what `row` holds, because it cannot know it."""
+        """Send the whole content of `row` to the runner in the next plan, because the runner cannot know it."""
         self._new_rows[row] = None
 
     def tell_everything_again(self) -> None:
-        """The runner has to be told of all rows: what it has taken in of the last plan is unknown."""
+        """Send all rows to the runner in the next plan, because it may have applied only part of the last one."""
         self._new_rows = dict.fromkeys(self.rows.tolist())
         self._freed_rows = dict.fromkeys(self._free_rows)
 
@@ -214,7 +214,7 @@ class RunningBatch:
         return bool(self._new_rows or self._freed_rows)
 
     def take_news(self) -> tuple[tuple[NewRow, ...], tuple[int, ...]]:
-        """The rows that were filled and those that were emptied since the last call."""
+        """Return the rows filled and the rows emptied since the last call, and forget them."""
         new = tuple(self._describe_row(self.sequences[row]) for row in self._new_rows)
         freed = tuple(self._freed_rows)
         self._new_rows, self._freed_rows = {}, {}
@@ -238,7 +238,7 @@ class RunningBatch:
         )
 
     def change_rank(self, request: Request, rank: Rank) -> None:
-        """Give a running request another rank, and its rows another place."""
+        """Change the rank of a running request and move its rows to the new place in rank order."""
         sequences = request.live_sequences
         for seq in sequences:
             self._remove_key((request.rank, seq.index))
@@ -259,25 +259,25 @@ class RunningBatch:
         self._rows[place : len(self._keys)] = self._rows[place + 1 : len(self._keys) + 1].copy()
 
     def set_prefilling(self, row: int, is_prefilling: bool) -> None:
-        """Say whether known tokens of the row are still to be computed before it decodes."""
+        """Set whether the row has known tokens to compute before it can decode."""
         self._num_prefilling += is_prefilling - bool(self.is_prefilling[row])
         self.is_prefilling[row] = is_prefilling
 
     def reserve_seats(self, request: Request, count: int) -> None:
-        """Hold `count` seats for sequences that a running request will have."""
+        """Reserve `count` seats for the sequences that a running request will fork into."""
         self._num_reserved_seats += count - request.num_reserved_seats
         request.num_reserved_seats = count
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray, now: float) -> BoolArray:
-        """Append one token to each of the distinct `rows`, all of whose known tokens are computed.
+        """Append one token to each of `rows`.
 
         Args:
-            rows: int32 [n].
+            rows: int32 [n], distinct; all their known tokens are computed.
             token_ids: int32 [n].
             now: seconds on the engine's clock.
 
         Returns:
-            Which of them have reached an end: bool [n].
+            bool [n], whether the sequence has ended at a stop id or at its token limit.
         """
         self.last_token_times.put(rows, now)
         num_tokens = self.num_tokens.take(rows)

@@ -1,4 +1,4 @@
-"""One step of a beam search on rows and blocks: every beam is replaced by the continuation that takes its place."""
+"""One step of a beam search, on rows and blocks: the best continuations replace the beams."""
 
 import numpy as np
 
@@ -12,12 +12,12 @@ Candidates = tuple[tuple[int, float], ...]
 
 
 def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequence, Candidates]]) -> int:
-    """The best continuations take the beams' places, or the search ends; returns how many tokens were generated.
+    """Replace the beams with the best continuations, or end the search; return the number of generated tokens.
 
     Args:
-        state: of the scheduler.
-        request: whose search it is.
-        answers: each beam with the runner's candidates for it.
+        state: the scheduler's state.
+        request: a request that uses beam search.
+        answers: each beam with the runner's candidates for its next token.
     """
     now = state.clock.now()
     if request.metrics.first_token_time is None:
@@ -51,12 +51,12 @@ def advance(state: SchedulerState, request: Request, answers: list[tuple[Sequenc
 
 
 def _token_ids(beams: list[Sequence], continuation: Continuation) -> IntArray:
-    """All tokens of a continuation: its parent's and the new one, int32 [num_tokens + 1]."""
+    """Return the tokens of a continuation, the parent's tokens and the new one: int32 [num_tokens + 1]."""
     return np.append(beams[continuation.parent].token_ids, np.int32(continuation.token_id))
 
 
 def _search(state: SchedulerState, request: Request) -> BeamSearch:
-    """The request's beam search, begun if need be."""
+    """Return the request's beam search; create it in the first step."""
     search = state.beams.get(request)
     if search is None:
         longest = token_limit(state, request) - len(request.prompt_token_ids)
@@ -67,13 +67,13 @@ def _search(state: SchedulerState, request: Request) -> BeamSearch:
 def _replace(
     state: SchedulerState, request: Request, beams: list[Sequence], continuations: list[Continuation]
 ) -> None:
-    """The continuations of a beam search take the places of its beams.
+    """Replace the beams of a search with its continuations.
 
     Args:
-        state: of the scheduler.
-        request: whose search it is.
-        beams: its beams, which the continuations name as parents.
-        continuations: what goes on, at most `n`.
+        state: the scheduler's state.
+        request: the request that uses beam search.
+        beams: its current beams; `Continuation.parent` is an index into them.
+        continuations: the beams of the next step, at most `n`.
     """
     sequences = list(beams)
     while len(sequences) < len(continuations):
@@ -98,7 +98,7 @@ def _replace(
 
 
 def _end(state: SchedulerState, request: Request) -> None:
-    """A beam search is over: its finished sequences, best first, take the place of the beams."""
+    """End a beam search: replace the beams with the finished sequences, best first."""
     for seq in request.live_sequences:
         release(state, seq)
     request.sequences = []

@@ -1,7 +1,7 @@
-"""Beam search: which continuations stay, and when the search is over. No blocks, no rows.
+"""Beam search: selects the continuations and decides when the search ends. Knows nothing of blocks and rows.
 
-Scores are those of Wu et al. 2016 as Hugging Face's and vLLM's searches use them: a sequence's summed
-log-probability divided by (number of its output tokens) ** length_penalty.
+The score follows Wu et al. 2016, as implemented by Hugging Face Transformers and vLLM: the summed log-probability
+of the output divided by (number of output tokens) ** length_penalty.
 """
 
 from collections.abc import Sequence as AbstractSequence
@@ -16,9 +16,9 @@ class Continuation:
     """A beam with one more token.
 
     Attributes:
-        parent: number of the beam among those before.
-        token_id: the token.
-        cumulative_logprob: of the whole output.
+        parent: index of the beam among the current beams.
+        token_id: the new token.
+        cumulative_logprob: log-probability of the whole output, the new token included.
     """
 
     parent: int
@@ -31,10 +31,10 @@ class Hypothesis:
     """A finished sequence.
 
     Attributes:
-        token_ids: prompt and output.
-        cumulative_logprob: of the output.
-        score: what the search compares.
-        finish_reason, stop_reason: why it ended.
+        token_ids: int32 [num_tokens], prompt and output.
+        cumulative_logprob: log-probability of the output.
+        score: length-normalized log-probability, see `BeamSearch.score`.
+        finish_reason, stop_reason: why the sequence ended.
     """
 
     token_ids: IntArray
@@ -45,7 +45,7 @@ class Hypothesis:
 
 
 def num_candidates(params: SamplingParams, num_stop_ids: int) -> int:
-    """Candidates that each beam needs, so that `n` go on even if every stop id is among the best."""
+    """Return how many candidates each beam needs so that `n` beams remain even if every stop id is among the best."""
     return params.n * max(2, 1 + num_stop_ids)
 
 
@@ -55,13 +55,14 @@ def select(
     width: int,
     stop_ids: frozenset[int],
 ) -> tuple[list[Continuation], list[Continuation]]:
-    """The continuations that go on and those that end, best first.
+    """Select the continuations that become the next beams and those that end their sequence, both best first.
 
     Args:
-        cumulative_logprobs: of each beam.
-        candidates: for each beam (token, log-probability), best first.
-        width: beams to go on with.
-        stop_ids: tokens that end a sequence; they count only among the `width` best.
+        cumulative_logprobs: log-probability of each beam's output.
+        candidates: (token, log-probability) for each beam, best first.
+        width: number of beams to keep.
+        stop_ids: tokens that end a sequence. A continuation that ends with one counts only if it is among the
+            `width` best.
     """
     everything = [
         Continuation(parent, token_id, cumulative_logprobs[parent] + logprob)
@@ -87,8 +88,8 @@ class BeamSearch:
     """The finished sequences of one search.
 
     Args:
-        params: width (`n`), length_penalty, early_stopping.
-        max_output_tokens: longest output.
+        params: sampling parameters; the search uses `n` (its width), `length_penalty` and `early_stopping`.
+        max_output_tokens: maximum number of output tokens in a sequence.
     """
 
     def __init__(self, params: SamplingParams, max_output_tokens: int) -> None:
@@ -97,7 +98,7 @@ class BeamSearch:
         self.finished: list[Hypothesis] = []
 
     def score(self, cumulative_logprob: float, num_output_tokens: int) -> float:
-        """What the search compares: the length-normalized log-probability."""
+        """Return the length-normalized log-probability, by which the search ranks sequences."""
         return float(cumulative_logprob / num_output_tokens**self._params.length_penalty)
 
     def add(
@@ -108,20 +109,25 @@ class BeamSearch:
         finish_reason: FinishReason,
         stop_reason: int | None = None,
     ) -> None:
-        """Keep a finished sequence if it is among the best."""
+        """Add a finished sequence; only the `n` best are kept."""
         score = self.score(cumulative_logprob, num_output_tokens)
         self.finished.append(Hypothesis(token_ids, cumulative_logprob, score, finish_reason, stop_reason))
         self.finished.sort(key=lambda h: -h.score)
         del self.finished[self._params.n :]
 
     def is_over(self, best_live_logprob: float, num_output_tokens: int) -> bool:
-        """Whether the search ends, given the best beam that goes on and the beams' length."""
+        """Whether the search can end.
+
+        Args:
+            best_live_logprob: cumulative log-probability of the best live beam.
+            num_output_tokens: number of output tokens of the live beams, which all have the same length.
+        """
         if len(self.finished) < self._params.n:
             return False
         if self._params.early_stopping is True:
             return True
-        # Log-probabilities only fall. A positive length penalty favours long outputs: the best that a beam
-        # could still reach is its present sum at the greatest length.
+        # A cumulative log-probability never rises. With a positive length penalty, which favours long outputs, an
+        # upper bound of a beam's score is therefore its present log-probability at the maximum length.
         reach = num_output_tokens
         if self._params.early_stopping == "never" and self._params.length_penalty > 0:
             reach = self._max_output_tokens

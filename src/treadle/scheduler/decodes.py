@@ -1,4 +1,4 @@
-"""The phase in which running sequences decode, and get the blocks that they grow into."""
+"""The decode phase: schedules one token for each running sequence and allocates the blocks for it."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ class Decodes:
 
     Args:
         state: queues, rows and blocks.
-        draft: the step in the making.
+        draft: the step being built.
     """
 
     def __init__(self, state: SchedulerState, draft: StepDraft) -> None:
@@ -22,9 +22,9 @@ class Decodes:
         self._draft = draft
 
     def run(self) -> None:
-        """Every sequence whose known tokens are computed decodes.
+        """Schedule a decode for every sequence that has computed its known tokens.
 
-        Where blocks run out, requests get theirs in rank order, by preempting the last in rank.
+        When blocks run out, requests get them in rank order, and the last requests in rank are preempted.
         """
         batch, kv = self._state.batch, self._state.kv
         rows = batch.decoding_rows()
@@ -46,12 +46,12 @@ class Decodes:
                 kv.append(needy, missing)
             else:
                 self._grow_in_rank_order(rows, needy, missing)
-                # What was preempted holds no blocks, and decodes no more. Nobody else's state has changed.
+                # Preempted requests hold no blocks and drop out of the step. The other rows are unchanged.
                 rows = rows[kv.num_blocks[rows] > 0]
         self._draft.add_decodes(rows)
 
     def _without_planned(self, rows: IntArray) -> IntArray:
-        """Those of `rows` whose requests have nothing in the step yet."""
+        """Return those of `rows` that belong to requests with nothing in the step yet."""
         batch = self._state.batch
         rows = rows[~self._draft.rows_in_step()[rows]]
         if batch.num_groups:
@@ -60,7 +60,7 @@ class Decodes:
         return rows
 
     def _within_budget(self, rows: IntArray) -> IntArray:
-        """The first of `rows` for which there are tokens; all beams of a search or none."""
+        """Return as many of `rows`, from the first, as the token budget allows; all beams of a search or none."""
         batch = self._state.batch
         fits = max(0, self._draft.remaining_tokens)
         next_request = batch.sequences[rows[fits]].request
@@ -71,14 +71,15 @@ class Decodes:
         return rows[:fits]
 
     def _grow_in_rank_order(self, rows: IntArray, needy: IntArray, missing: IntArray) -> None:
-        """Give `missing` blocks to those of the decoding `rows` that need some, preempting where they run out.
+        """Allocate the missing blocks in rank order, and preempt requests when blocks run out.
 
-        Requests with one sequence get theirs in one slice; those with several are looked at one by one.
+        Consecutive requests with one sequence each get their blocks in one slice; each request with several
+        sequences is handled by itself.
 
         Args:
-            rows: int32 [n], all that decode, in rank order.
-            needy: int32 [m], those of them that lack blocks or see a shared tail.
-            missing: int32 [m], blocks that each of `needy` lacks.
+            rows: int32 [n], all decoding rows, in rank order.
+            needy: int32 [m], the rows that lack blocks or whose last block is shared, in rank order.
+            missing: int32 [m], number of blocks that each of `needy` lacks.
         """
         batch, kv = self._state.batch, self._state.kv
         while batch.num_groups and len(needy):
@@ -97,7 +98,7 @@ class Decodes:
         self._grow_slice(needy, missing)
 
     def _grow_slice(self, needy: IntArray, missing: IntArray) -> None:
-        """Give blocks to requests with one sequence each, in one slice, after preempting as many as that takes."""
+        """Allocate blocks to requests with one sequence each, in one slice; preempt as many requests as it takes."""
         batch, kv = self._state.batch, self._state.kv
         while len(needy):
             totals = missing.cumsum()
@@ -109,7 +110,7 @@ class Decodes:
             needy, missing = self._with_blocks(needy, missing)
 
     def _with_blocks(self, needy: IntArray, missing: IntArray) -> tuple[IntArray, IntArray]:
-        """Without those that have been preempted or given up: they hold no blocks."""
+        """Drop the rows of requests that were preempted or given up; these hold no blocks."""
         is_left = self._state.kv.num_blocks[needy] > 0
         return needy[is_left], missing[is_left]
 
@@ -120,10 +121,10 @@ class Decodes:
         return int(missing) + kv.num_copies_needed(rows, batch.num_computed_tokens[rows])
 
     def _make_room_for(self, request: Request, num_blocks: int) -> bool:
-        """Preempt until `num_blocks` are there for `request`; False if it fell itself.
+        """Make `num_blocks` available for `request` by preemption; return False if `request` itself had to go.
 
-        Only those strictly behind fall, and nobody who is in the step already. If all of them would not do, `request`
-        falls instead of them.
+        Victims are strictly behind `request` in rank and not in the step yet. If preempting all of them would not
+        free enough blocks, `request` is preempted instead, or given up if it is the only running request.
         """
         state = self._state
         num_missing = num_blocks - state.kv.num_available_blocks
@@ -136,7 +137,7 @@ class Decodes:
         if victims:
             return True
         if len(state.batch) == len(request.live_sequences):
-            self._draft.give_up(request)  # alone, and still too large: coming back would not help
+            self._draft.give_up(request)  # too large even alone: another attempt would end the same way
         else:
             self._draft.preempt(request, for_request=request)
         return False

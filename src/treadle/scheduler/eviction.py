@@ -1,6 +1,6 @@
-"""Who is preempted for a request: as few as make the room that it needs, or none at all.
+"""Selects the requests to preempt for another request: as few as make enough room, or none if all would not.
 
-Nothing here changes anything.
+The functions of this module change no state, apart from a remembered refusal (`vain_displacement`).
 """
 
 import sys
@@ -18,16 +18,16 @@ from treadle.scheduler.state import BlockRefusal, SchedulerState
 def victims_to_grow(
     state: SchedulerState, request: Request, num_missing: int, is_planned: BoolArray | None
 ) -> list[Request]:
-    """Running requests strictly behind `request` that have to go so that `num_missing` blocks become available.
+    """Select running requests strictly behind `request` whose preemption frees `num_missing` blocks.
 
     Args:
-        state: of the scheduler.
-        request: who lacks blocks.
-        num_missing: how many, at least 1.
-        is_planned: bool [rows], rows that are in the step already and have to stay; None for no rows.
+        state: the scheduler's state.
+        request: the request that lacks blocks.
+        num_missing: number of blocks that it lacks, at least 1.
+        is_planned: bool [rows], the rows that are in the step already and cannot be preempted; None for no rows.
 
     Returns:
-        Who has to go; nobody if all of them together would not free as many blocks.
+        The victims; empty if preempting all candidates would not free enough blocks.
     """
     kv, batch = state.kv, state.batch
 
@@ -50,15 +50,17 @@ def victims_to_grow(
 
 
 def victims_to_admit(state: SchedulerState, request: Request) -> list[Request]:
-    """Running requests of strictly worse priority that have to go so that `request`, which waits, can start.
+    """Select running requests of strictly worse priority whose preemption lets the waiting `request` start.
 
-    Empty if it can start without, or if all of them together would not free enough seats and blocks.
+    Returns:
+        The victims; empty if `request` can start without a preemption, or if preempting all candidates would not
+        free enough seats and blocks.
     """
     kv, batch = state.kv, state.batch
     worse: Rank = (1, state.policies.key(request) if request.is_aged else request.rank[1], sys.maxsize)
     rows = batch.rows_behind(worse)
     if not len(rows) or guards.lacks_adapter(state, request) or guards.is_behind_swapped(state, request):
-        return []  # an adapter's room comes with the end of other adapters' requests
+        return []  # an adapter slot becomes free only when the requests of another adapter end
     total = BlockRefusal(
         request, kv.num_available_blocks + len(kv.freed_by(rows)), len(batch) - len(rows), kv.version
     )
@@ -79,11 +81,12 @@ def victims_to_admit(state: SchedulerState, request: Request) -> list[Request]:
 
 
 def fewest(candidates: list[Request], suffices: Callable[[list[Request]], bool]) -> list[Request]:
-    """As few of `candidates` as suffice, the first ones first; none if all of them do not.
+    """Select as few of `candidates` as suffice, preferring the first ones; none if all of them do not suffice.
 
     Args:
-        candidates: who may go, in the order in which they should.
-        suffices: whether the room is there when these go; true of more where it is true of fewer.
+        candidates: the requests that may be preempted, in the order of preference.
+        suffices: whether preempting the given requests makes enough room. Must be monotonic: if a list suffices,
+            any longer list that contains it does.
     """
     if not suffices(candidates):
         return []
@@ -95,7 +98,7 @@ def fewest(candidates: list[Request], suffices: Callable[[list[Request]], bool])
         else:
             low = middle + 1
     chosen = candidates[:low]
-    # The last one is needed. Those before it may free nothing that the others do not free as well.
+    # The last one is needed. Each of the others may be redundant, for instance because it frees no block.
     for candidate in chosen[-2::-1]:
         others = [other for other in chosen if other is not candidate]
         if suffices(others):
@@ -106,7 +109,7 @@ def fewest(candidates: list[Request], suffices: Callable[[list[Request]], bool])
 def _has_room(
     state: SchedulerState, request: Request, plan: AllocationPlan, victims: list[Request], growth: int
 ) -> bool:
-    """Whether `request` has seats and blocks once `victims` are gone and decodes have taken `growth` blocks."""
+    """Whether `request` finds seats and blocks after `victims` are preempted and decodes have taken `growth` blocks."""
     kv, batch = state.kv, state.batch
     num_seats = sum(len(victim.live_sequences) + victim.num_reserved_seats for victim in victims)
     if batch.num_free_seats + num_seats < request.num_seats:
@@ -119,7 +122,7 @@ def _has_room(
 
 
 def _growth(state: SchedulerState, without: IntArray) -> int:
-    """Blocks that the running sequences take in order to decode, but for the rows in `without`."""
+    """Return how many new blocks the running sequences, except the rows `without`, need for their next decode."""
     kv, batch = state.kv, state.batch
     rows = batch.decoding_rows()
     rows = rows[~np.isin(rows, without)]

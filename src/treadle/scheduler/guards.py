@@ -1,27 +1,30 @@
-"""Questions that decide whether a request may come in now. Nothing here changes anything."""
+"""Conditions for admitting or swapping in a request. The functions of this module change no state."""
 
 from treadle.core.request import Request
 from treadle.scheduler.state import BlockRefusal, SchedulerState
 
 MAX_HEADROOM_DOUBLINGS = 16
-"""Admission headroom doubles with each preemption; beyond this it exceeds every pool anyway."""
+"""Limit for the doubling of the admission headroom with each preemption; the result exceeds any pool anyway."""
 
 
 def headroom(state: SchedulerState, request: Request, num_running: int) -> int:
-    """Blocks to leave free beside `num_running` sequences: more for a request that was preempted before."""
+    """Return how many blocks must stay free next to `num_running` sequences when `request` is admitted.
+
+    The number doubles with each earlier preemption of the request.
+    """
     doublings = min(request.metrics.num_preemptions, MAX_HEADROOM_DOUBLINGS)
     return state.config.admission_headroom * num_running << doublings
 
 
 def lacks_adapter(state: SchedulerState, request: Request) -> bool:
-    """Whether the step would have more adapters than `max_loras`; the base model is never refused."""
+    """Whether `request` would exceed `max_loras` adapters; False for requests to the base model."""
     if request.lora is None or request.lora.lora_int_id in state.adapters:
         return False
     return len(state.adapters) >= state.config.max_loras
 
 
 def is_behind_swapped(state: SchedulerState, request: Request) -> bool:
-    """Whether a swapped request that waits for blocks or seats precedes it in rank."""
+    """Whether a swapped request that waits for blocks or seats precedes `request` in rank."""
     for swapped in state.swapped:
         if swapped.rank > request.rank:
             return False
@@ -31,13 +34,13 @@ def is_behind_swapped(state: SchedulerState, request: Request) -> bool:
 
 
 def is_still_refused(state: SchedulerState, request: Request) -> bool:
-    """Whether nothing has changed for the better since `request` was refused for lack of blocks."""
+    """Whether `request` was refused for lack of blocks and the conditions have not improved since."""
     now = BlockRefusal(request, state.kv.num_available_blocks, len(state.batch), state.kv.version)
     return is_no_better(now, state.block_refusal)
 
 
 def is_no_better(now: BlockRefusal, last: BlockRefusal | None) -> bool:
-    """Whether the request that was refused in the state `last` has to be refused in the state `now`, too."""
+    """Whether a request refused under the conditions `last` must also be refused under the conditions `now`."""
     return (
         last is not None
         and last.request is now.request

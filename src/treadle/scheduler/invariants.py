@@ -1,4 +1,4 @@
-"""What must hold after every step. Tests check it all the time, and the engine on request."""
+"""The invariants that hold after every step. Tests check them always, the engine with `--check-invariants`."""
 
 from collections import Counter
 
@@ -12,15 +12,15 @@ from treadle.scheduler.scheduler import Scheduler
 
 
 class InvariantViolation(EngineError):  # noqa: N818 - it is the scheduler's fault, not the caller's
-    """The scheduler or the cache is in a state that must not be."""
+    """The scheduler or the KV cache is in an inconsistent state."""
 
 
 def check_invariants(scheduler: Scheduler, plan: StepPlan | None = None) -> None:
     """Raise InvariantViolation unless queues, rows, block tables and pools agree with each other.
 
     Args:
-        scheduler: between steps, or between `schedule` and `update`.
-        plan: the step just planned, to check against budget and seats too.
+        scheduler: a scheduler between steps, or between `schedule` and `update`.
+        plan: the step just planned, if any; it is checked against the token budget and the seats.
     """
     kv = scheduler.kv
     tables = {seq: kv.block_table(seq) for seq in scheduler.batch.running_sequences()}
@@ -152,7 +152,7 @@ def _check_plan(scheduler: Scheduler, plan: StepPlan, tables: dict[Sequence, lis
     for seq, position in writes:
         number = position // kv.block_size
         _require(number < len(tables[seq]), f"{seq}: scheduled beyond its blocks")
-        # Those that wait for this very sequence to write what they share do not read it yet.
+        # Sequences that wait for this one to compute the tokens they share do not read the block yet.
         waiting = sum(
             other.shares is not None and other.shares[0] is seq and position < other.shares[1]
             for other in seq.request.live_sequences

@@ -1,4 +1,4 @@
-"""A request's way from queue to queue. Each function is one passage and keeps queue, rows and blocks in step.
+"""Moves requests from queue to queue. Each function is one transition and keeps queue, rows and blocks consistent.
 
 ::
 
@@ -19,7 +19,7 @@ from treadle.scheduler.state import SchedulerState
 
 
 def token_limit(state: SchedulerState, request: Request) -> int:
-    """Tokens, prompt included, at which the request's sequences end."""
+    """Return the number of tokens, prompt included, at which the request's sequences end."""
     max_tokens = request.sampling_params.max_tokens
     if max_tokens is None:
         return state.config.max_model_len
@@ -27,7 +27,7 @@ def token_limit(state: SchedulerState, request: Request) -> int:
 
 
 def admit(state: SchedulerState, request: Request, plan: AllocationPlan) -> None:
-    """From waiting to running, with rows and blocks. The first admission is noted in the metrics."""
+    """Move a request from waiting to running; give it rows and blocks. Metrics record the first admission."""
     state.waiting.remove(request)
     _seat(state, request)
     state.kv.allocate(plan)
@@ -42,9 +42,9 @@ def admit(state: SchedulerState, request: Request, plan: AllocationPlan) -> None
 
 
 def preempt(state: SchedulerState, request: Request, mode: PreemptionMode, for_request: Request) -> BlockPairs:
-    """From running to waiting (recompute) or swapped (swap). The output is kept.
+    """Move a request from running to waiting (recompute) or to swapped (swap). The request keeps its output.
 
-    Returns (device block, host block) to copy.
+    Returns the pairs (device block, host block) to copy.
     """
     pairs: BlockPairs = []
     for seq in request.live_sequences:
@@ -65,7 +65,10 @@ def preempt(state: SchedulerState, request: Request, mode: PreemptionMode, for_r
 
 
 def swap_in(state: SchedulerState, request: Request) -> BlockPairs:
-    """From swapped to running, with rows and blocks. Returns (host block, device block) to copy."""
+    """Move a request from swapped to running; give it rows and blocks.
+
+    Returns the pairs (host block, device block) to copy.
+    """
     state.swapped.remove(request)
     _seat(state, request)
     pairs = state.kv.swap_in(request)
@@ -77,7 +80,7 @@ def swap_in(state: SchedulerState, request: Request) -> BlockPairs:
 
 
 def recompute_lost(state: SchedulerState, request: Request) -> None:
-    """A request whose blocks were to be moved in a step that failed goes back to waiting, to be computed again."""
+    """Return a request to waiting, to be recomputed, after a step failed that was to move its blocks."""
     if request.status is RequestStatus.SWAPPED:
         state.swapped.remove(request)
         for seq in request.live_sequences:
@@ -85,16 +88,16 @@ def recompute_lost(state: SchedulerState, request: Request) -> None:
     else:
         for seq in request.live_sequences:
             seq.num_ever_computed_tokens = max(seq.num_ever_computed_tokens, seq.num_computed_tokens)
-            seq.set_num_computed_tokens(0)  # nothing of it may be found
+            seq.set_num_computed_tokens(0)  # keeps its blocks out of the prefix cache
             state.kv.free(seq)
         _unseat(state, request)
     _wait_again(state, request)
 
 
 def computed(state: SchedulerState, seq: Sequence, num_tokens: int) -> None:
-    """The KV of the first `num_tokens` tokens of `seq`, known at its admission, is written now.
+    """Record that the KV of the first `num_tokens` tokens of `seq`, known at its admission, is written.
 
-    Sequences that share some of it and have waited for that can go on.
+    Sequences that waited for tokens shared with `seq` become ready.
     """
     seq.set_num_computed_tokens(num_tokens)
     state.kv.index_computed(seq, num_tokens)
@@ -115,7 +118,7 @@ def _end_prefill_if_done(state: SchedulerState, seq: Sequence) -> None:
 
 
 def fork(state: SchedulerState, request: Request, count: int) -> list[Sequence]:
-    """Let the one sequence of a request become `count`, which share its blocks; returns all of them."""
+    """Fork the single sequence of a request into `count` sequences that share its blocks; return all of them."""
     (lead,) = request.sequences
     children = [Sequence(request, i, lead.token_ids.copy(), lead.num_computed_tokens) for i in range(1, count)]
     request.sequences += children
@@ -132,7 +135,7 @@ def end_sequence(
     reason: FinishReason,
     stop_reason: int | str | None = None,
 ) -> None:
-    """One sequence has ended: free what it holds, and end the request with the last of them."""
+    """End one sequence and free its row and blocks; end the request if this was its last live sequence."""
     release(state, seq)
     seq.finish_reason = reason
     seq.stop_reason = stop_reason
@@ -147,7 +150,7 @@ def end_request(
     stop_reason: int | str | None = None,
     error: str | None = None,
 ) -> None:
-    """End all sequences of a request, whichever queue it is in."""
+    """End all live sequences of a request in any queue, and with them the request."""
     request.error = error
     for seq in request.live_sequences:
         release(state, seq)
@@ -157,7 +160,7 @@ def end_request(
 
 
 def change_rank(state: SchedulerState, request: Request, rank: Rank) -> None:
-    """Move an unfinished request to another place in its queue."""
+    """Change the rank of an unfinished request and move it to the new place in its queue."""
     if request.status is RequestStatus.RUNNING:
         state.batch.change_rank(request, rank)
         return
@@ -206,7 +209,7 @@ def _wait_again(state: SchedulerState, request: Request) -> None:
 
 
 def release(state: SchedulerState, seq: Sequence) -> None:
-    """Take row and blocks from a sequence, in whichever tier they are."""
+    """Take row and blocks from a sequence; the blocks may be in either tier."""
     if seq.row is not None:
         state.kv.free(seq)
         state.batch.remove(seq)
@@ -219,7 +222,7 @@ def release(state: SchedulerState, seq: Sequence) -> None:
 
 
 def leave(state: SchedulerState, request: Request) -> None:
-    """All sequences of a request have ended and been released: it leaves its queue."""
+    """Take a request out of its queue after all its sequences have ended and been released."""
     if request.status is RequestStatus.WAITING:
         state.waiting.remove(request)
     elif request.status is RequestStatus.SWAPPED:
