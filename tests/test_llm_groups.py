@@ -120,7 +120,7 @@ def test_orders_overload_and_recording(tmp_path):
     [
         ({"order": "best"}, "order: unknown order 'best'"),
         ({"preemption_mode": "drop"}, "preemption_mode: must be one of auto, recompute, swap; got 'drop'"),
-        ({"swap_space": -1}, "swap_space: must be a number of GiB from 0"),
+        ({"swap_space": -1}, "swap_space: must be a number of GiB, at least 0"),
         ({"scheduler": "three-phase", "max_model_len": 600, "max_num_batched_tokens": 300}, "computes prompts whole"),
         ({"age_limit_s": 0}, "age_limit_s: must be greater than 0 or None"),
         ({"record": "/no/such/folder/run.jsonl"}, "record: .* cannot be written"),

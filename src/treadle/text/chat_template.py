@@ -108,6 +108,16 @@ class ChatTemplate:
         except Exception as error:  # a template can raise any Python exception
             raise InvalidRequestError("messages", f"the model's chat template failed: {error!r}") from error
 
+    def ending(self) -> str:
+        """What follows an assistant's message, without leading whitespace; empty if the template refuses one."""
+        reply = "treadle"
+        messages = [{"role": "user", "content": "weave"}, {"role": "assistant", "content": reply}]
+        try:
+            _, found, ending = self.render(messages, add_generation_prompt=False).rpartition(reply)
+        except InvalidRequestError:
+            return ""
+        return ending.lstrip() if found else ""
+
 
 def check_messages(messages: Any) -> None:
     """Raise InvalidRequestError unless `messages` is a non-empty list of mappings with role and content."""

@@ -1,6 +1,6 @@
 """What every loader returns, and the checks that all of them make."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from treadle.core.sampling_params import SamplingParams
 from treadle.models.architecture import CheckpointFormat, Metadata, WeightMap
 from treadle.models.spec import ModelSpec, weight_shapes
 from treadle.text import ChatTemplate, Tokenizer
+from treadle.text.end_of_turn import end_token_ids
 
 
 class WeightSource(Protocol):
@@ -114,6 +115,20 @@ def read_spec(checkpoint: CheckpointFormat[Metadata], metadata: Metadata, source
         raise ModelLoadError(f"{source} lacks {error.args[0]!r}") from None
     except Exception as error:  # the code of another package
         raise ModelLoadError(f"{source}: no model can be made of it ({error!r})") from error
+
+
+def all_eos_token_ids(
+    named: Iterable[int], tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int
+) -> frozenset[int]:
+    """Every id that ends a sequence.
+
+    Args:
+        named: ids that the model's files name.
+        tokenizer, template: of the model; their end tokens are added, as far as the model can produce them.
+        vocab_size: of the model.
+    """
+    found = end_token_ids(tokenizer, template)
+    return frozenset(named) | {token_id for token_id in found if token_id < vocab_size}
 
 
 def read_sampling_defaults(metadata: ModelMetadata, names: Mapping[str, str]) -> dict[str, Any]:

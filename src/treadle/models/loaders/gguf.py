@@ -10,7 +10,13 @@ from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.core.metadata import ModelMetadata
 from treadle.models.architectures import find_gguf
 from treadle.models.gguf_metadata import GGUFMetadata
-from treadle.models.loaders.base import CheckpointWeights, LoadedModel, read_sampling_defaults, read_spec
+from treadle.models.loaders.base import (
+    CheckpointWeights,
+    LoadedModel,
+    all_eos_token_ids,
+    read_sampling_defaults,
+    read_spec,
+)
 from treadle.models.loaders.gguf_file import GGUFFile, TensorInfo
 from treadle.text import ChatTemplate
 from treadle.text.gguf_tokenizer import eos_token_ids_from_gguf, tokenizer_from_gguf
@@ -56,7 +62,9 @@ def load_gguf(path: Path) -> LoadedModel:
         weights=weights,
         tokenizer=tokenizer,
         chat_template=template,
-        eos_token_ids=eos_token_ids_from_gguf(metadata, config.vocab_size),
+        eos_token_ids=all_eos_token_ids(
+            eos_token_ids_from_gguf(metadata, config.vocab_size), tokenizer, template, config.vocab_size
+        ),
         sampling_defaults=read_sampling_defaults(metadata, SAMPLING_FIELDS),
     )
 

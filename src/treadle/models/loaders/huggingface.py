@@ -10,7 +10,13 @@ import torch
 from treadle.core.errors import ModelLoadError, UnsupportedModelError
 from treadle.core.metadata import ModelMetadata
 from treadle.models.architectures import find_huggingface
-from treadle.models.loaders.base import CheckpointWeights, LoadedModel, read_sampling_defaults, read_spec
+from treadle.models.loaders.base import (
+    CheckpointWeights,
+    LoadedModel,
+    all_eos_token_ids,
+    read_sampling_defaults,
+    read_spec,
+)
 from treadle.text import ChatTemplate, Tokenizer
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -38,12 +44,14 @@ def load_huggingface(folder: Path) -> LoadedModel:
         bos_token=_token_text(tokenizer_config, "bos_token"),
         eos_token=_token_text(tokenizer_config, "eos_token"),
     )
+    template = _chat_template(folder, tokenizer_config, tokenizer)
+    named = _eos_token_ids(generation, values, tokenizer, config.vocab_size)
     return LoadedModel(
         config=config,
         weights=weights,
         tokenizer=tokenizer,
-        chat_template=_chat_template(folder, tokenizer_config, tokenizer),
-        eos_token_ids=_eos_token_ids(generation, values, tokenizer, config.vocab_size),
+        chat_template=template,
+        eos_token_ids=all_eos_token_ids(named, tokenizer, template, config.vocab_size),
         sampling_defaults=_sampling_defaults(generation),
     )
 
@@ -178,13 +186,13 @@ def _template_of_config(config: ModelMetadata) -> str:
 
 def _eos_token_ids(
     generation: ModelMetadata, config: ModelMetadata, tokenizer: Tokenizer, vocab_size: int
-) -> frozenset[int]:
-    source = generation if "eos_token_id" in generation else config
-    ids = source.token_ids("eos_token_id", vocab_size)
-    if not ids and tokenizer.eos_token is not None:
+) -> list[int]:
+    """The ids that the three files name; often one of them names the end of text and another the end of a turn."""
+    ids = [token_id for file in (generation, config) for token_id in file.token_ids("eos_token_id", vocab_size)]
+    if tokenizer.eos_token is not None:
         token_id = tokenizer.token_id(tokenizer.eos_token)
-        ids = [] if token_id is None else [token_id]
-    return frozenset(ids)
+        ids += [] if token_id is None or token_id >= vocab_size else [token_id]
+    return ids
 
 
 def _sampling_defaults(generation: ModelMetadata) -> dict[str, Any]:
