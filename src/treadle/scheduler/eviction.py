@@ -109,7 +109,7 @@ def fewest(candidates: list[Request], suffices: Callable[[list[Request]], bool])
 def _has_room(
     state: SchedulerState, request: Request, plan: AllocationPlan, victims: list[Request], growth: int
 ) -> bool:
-    """Whether `request` finds seats and blocks once `victims` are preempted and decodes have taken `growth` blocks."""
+    """Whether `request` finds seats and blocks once `victims` are gone and decodes have taken `growth` blocks."""
     kv, batch = state.kv, state.batch
     num_seats = sum(len(victim.live_sequences) + victim.num_reserved_seats for victim in victims)
     if batch.num_free_seats + num_seats < request.num_seats:
