@@ -6,8 +6,8 @@ from treadle.text.tokenizer import Tokenizer
 END_TOKENS = frozenset(
     (
         "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>",
-        "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>",
-        "<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>",
+        "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<turn|>",
+        "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>",
     )
 )  # fmt: skip
 """Texts of control tokens that end a text, a turn or a message in some family of models, as llama.cpp lists them."""
