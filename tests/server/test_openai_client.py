@@ -9,12 +9,13 @@ import numpy as np
 import openai
 import pytest
 
-from server.conftest import MODEL
+from server.conftest import MODEL, PATIENCE_S
 from treadle import SamplingParams
 
 pytestmark = pytest.mark.slow
 
 QUESTION = [{"role": "user", "content": "Name three colours."}]
+JSON = {"content-type": "application/json"}
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
@@ -266,6 +267,26 @@ def test_structured_outputs(client):
             prompt="It is ", stream=True, extra_body={"structured_outputs": form}, **options
         )
         assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+def test_a_grammar_that_crashes_its_compiler_is_refused(server, client):
+    """A neighbour's stream and later requests give the same tokens as before."""
+    form = {"structured_outputs": {"regex": "[a-c]{20}"}}
+    control = client.completions.create(prompt="It is ", extra_body=form, **GREEDY).choices[0].text
+    options = {**GREEDY, "max_tokens": 100}
+    alone = client.completions.create(prompt="Hello", **options).choices[0].text
+    stream = client.completions.create(prompt="Hello", stream=True, **options)
+    text = next(stream).choices[0].text
+    chain = "\n".join(["start: r0", *(f'r{i}: "a" r{i + 1}' for i in range(4000)), 'r4000: "b"'])
+    for bad in ({"grammar": chain}, {"grammar": "root ::= " + "(" * 900 + '"a"' + ")" * 900}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(prompt="It is ", extra_body={"structured_outputs": bad}, **GREEDY)
+        assert caught.value.body["param"].startswith("structured_outputs")
+    lone = json.dumps({"prompt": "It is ", "structured_outputs": {"regex": "\ud800"}})
+    answer = httpx2.post(server.url + "/v1/completions", content=lone, headers=JSON, timeout=PATIENCE_S)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs.regex")
+    assert text + "".join(chunk.choices[0].text for chunk in stream) == alone
+    assert client.completions.create(prompt="It is ", extra_body=form, **GREEDY).choices[0].text == control
 
 
 def test_prompt_logprobs(client):

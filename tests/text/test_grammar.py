@@ -104,6 +104,16 @@ def test_the_same_grammar_is_compiled_once(compiler):
         ({"json": {"$ref": "http://localhost/x"}}, "localhost"),
         ({"json": {"$ref": "file:///etc/passwd"}}, "passwd"),
         ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": ""}, "root"),
+        ({"grammar": 'root ::= "\\'}, "cannot be read"),
+        ({"json": {"$ref": "#"}}, "no text"),
+        ({"json": "false"}, "false"),
+        ({"json": {"not": {}, "const": object()}}, "json"),
+        ({"grammar": 'start: "\ud800"'}, "surrogate"),
+        ({"regex": "\udc00"}, "surrogate"),
+        ({"choice": ["fine", "\ud800"]}, "surrogate"),
+        ({"json": {"const": "\ud800"}}, "surrogate"),
+        ({"json": '{"const": "\\ud800"}'}, "hex escape"),
         ({"choice": []}, "choice"),
         ({"choice": "yes"}, "choice"),
         ({"regex": 3}, "regex"),
@@ -122,3 +132,38 @@ def test_a_model_without_an_end_token_is_refused(embedded_model):
     compiler = GrammarCompiler(embedded_model.tokenizer, embedded_model.config.vocab_size, frozenset())
     with pytest.raises(InvalidRequestError, match="end-of-sequence"):
         compiler.compile(StructuredOutputsParams(regex="a"))
+
+
+@pytest.mark.parametrize("schema", [True, "true", {}])
+def test_a_schema_that_allows_everything(compiler, embedded_model, schema):
+    matcher = compiler.compile(StructuredOutputsParams(json=schema)).matcher()
+    for text in ('{"a": [1, null]}', '"text"', "-3.5"):
+        matcher.follow(embedded_model.tokenizer.encode(text))
+        assert matcher.error is None
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"json": {"enum": ["<|im_end|>"]}}, '"<|im_end|>"'),
+        ({"json": {"const": "a<|im_start|>b"}}, '"a<|im_start|>b"'),
+        ({"choice": ["<|im_end|>"]}, "<|im_end|>"),
+        ({"regex": r"x<\|im_end\|>"}, "x<|im_end|>"),
+        ({"grammar": 'root ::= "<|endoftext|>"'}, "<|endoftext|>"),
+    ],
+)
+def test_text_that_spells_a_control_token_is_made_of_ordinary_tokens(compiler, embedded_model, params, text):
+    tokenizer = embedded_model.tokenizer
+    assert any(tokenizer.token_text(i) in text for i in tokenizer.special_token_ids)
+    matcher, output = compiler.compile(StructuredOutputsParams(**params)).matcher(), []
+    while not (ids := allowed(matcher, embedded_model.config.vocab_size)) <= embedded_model.eos_token_ids:
+        assert not ids & tokenizer.special_token_ids
+        output.append(min(ids))
+        matcher.follow(list(output))
+        assert matcher.error is None
+    assert tokenizer.decode(output) == text
+
+
+def test_a_grammar_may_name_a_control_token(compiler, embedded_model):
+    matcher = compiler.compile(StructuredOutputsParams(grammar="start: <|im_start|>")).matcher()
+    assert allowed(matcher, embedded_model.config.vocab_size) == {embedded_model.tokenizer.token_id("<|im_start|>")}

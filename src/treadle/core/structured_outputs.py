@@ -56,6 +56,9 @@ class StructuredOutputsParams:
         if (self.disable_any_whitespace or self.whitespace_pattern) and not self.is_json:
             name = "whitespace_pattern" if self.whitespace_pattern else "disable_any_whitespace"
             raise InvalidRequestError(f"structured_outputs.{name}", "is only valid with json or json_object")
+        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+            _check_text(name, getattr(self, name))
+        _check_text("choice", list(self.choice or ()))
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams | None":
@@ -85,7 +88,29 @@ class StructuredOutputsParams:
     def num_chars(self) -> int:
         """Length of the given constraint, for limits; JSON counts as serialized text."""
         given = next(value for name in KINDS if (value := getattr(self, name)) not in (None, False))
-        return len(given) if isinstance(given, str) else len(json.dumps(given, ensure_ascii=False, default=str))
+        return len(given) if isinstance(given, str) else len(json.dumps(given, ensure_ascii=False, default=list))
+
+    def to_json(self) -> str:
+        """All fields as a JSON object in one line."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        if self.choice is not None:
+            values["choice"] = list(self.choice)
+        return json.dumps(values)
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Raise InvalidRequestError unless `value` can be written as Unicode text."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+    except RecursionError:
+        raise InvalidRequestError(f"structured_outputs.{name}", "is too deeply nested; simplify it") from None
+    except UnicodeEncodeError as error:
+        found = error.object[error.start]
+        raise InvalidRequestError(
+            f"structured_outputs.{name}", f"must be Unicode text; {found!r} is half of a surrogate pair"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"structured_outputs.{name}", f"cannot be written as JSON: {error}") from None
 
 
 def _wrong(name: str, wanted: str, value: Any) -> InvalidRequestError:

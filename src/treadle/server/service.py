@@ -104,6 +104,12 @@ class Service:
         if self.is_stopping:
             raise EngineError("the server is shutting down")
         ids = [request_id if len(prompts) == 1 else f"{request_id}-{i}" for i in range(len(prompts))]
+        # Held until the requests have it. Compiling may take seconds, and happens in no thread that others need.
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = await asyncio.wrap_future(
+                self._built.input_processor.grammars.submit(params.structured_outputs)
+            )
         # Tokenizing a long text takes a while and releases the GIL.
         requests = await asyncio.to_thread(
             lambda: self._built.input_processor.make_requests(
@@ -115,6 +121,7 @@ class Service:
                 add_special_tokens=add_special_tokens,
             )
         )
+        del grammar
         max_model_len = self.limits.max_model_len
         for request in requests:
             num_prompt_tokens = len(request.prompt_token_ids)

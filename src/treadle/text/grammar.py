@@ -3,24 +3,29 @@
 llguidance comes with the extra `structured` and is imported when the first request asks for a form.
 """
 
-import json
 import threading
 import weakref
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
 
 from treadle.core.errors import InvalidRequestError, MissingPackageError
 from treadle.core.extras import extra
 from treadle.core.structured_outputs import StructuredOutputsParams
+from treadle.text.grammar_library import compile_text, error_of, make_vocabulary
+from treadle.text.grammar_process import FIELD, STACK_BYTES, GrammarProcess
 from treadle.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
-    from llguidance._lib import JsonCompileOptions
 
-FIELD = "structured_outputs"
-KEPT_GRAMMARS = 128
-"""Size of the cache of compiled grammars."""
+KEPT_GRAMMARS = 32
+"""Compiled grammars that are kept when no request holds them."""
+KEPT_ANSWERS = 1024
+"""Grammars, compiled or refused, of which the process need not be asked again."""
+PARENT_STACK_BYTES = 2 * STACK_BYTES
+"""What compiles in the process compiles here, with room to spare."""
 
 
 class Grammar:
@@ -54,7 +59,7 @@ class Matcher:
     @property
     def error(self) -> str | None:
         """Why matching failed; None while it has not."""
-        return self.backend.get_error().partition("\n")[0] if self.backend.is_error() else None
+        return error_of(self.backend) if self.backend.is_error() else None
 
     def follow(self, token_ids: list[int]) -> None:
         """Advance or roll back to the output `token_ids`."""
@@ -70,6 +75,9 @@ class Matcher:
 class GrammarCompiler:
     """Compiles the constraints of requests. Thread-safe.
 
+    What a client sends is compiled in another process first; what passes there is compiled here, in a thread of its
+    own. Neither holds up the caller of `submit`.
+
     Args:
         tokenizer: the model's tokenizer.
         vocab_size: number of logits.
@@ -77,79 +85,101 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._lock = threading.Lock()
+        self._vocabulary_args = (tokenizer, vocab_size, sorted(eos_token_ids))
+        self.process = GrammarProcess(*self._vocabulary_args)
         self._vocabulary: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._answers: dict[str, _Answer] = {}
+        self._kept: deque[Grammar] = deque(maxlen=KEPT_GRAMMARS)
         self._in_use: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
-        self._compile_text = lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Compile `params`.
+        """Compile `params`, and wait for it.
 
         Raises:
-            InvalidRequestError: the grammar is invalid, or the model has no end-of-sequence token.
+            InvalidRequestError: the grammar is invalid, compiling it took too much, or the model has no
+                end-of-sequence token.
+            EngineError: the process that compiles grammars could not be started.
         """
-        if not self._eos_token_ids:
+        return self.submit(params).result()
+
+    def submit(self, params: StructuredOutputsParams) -> "Future[Grammar]":
+        """Compile `params` in another thread; the future raises what `compile` does."""
+        if not self._vocabulary_args[2]:
             raise InvalidRequestError(FIELD, "require a model with an end-of-sequence token")
         try:
             with extra("structured", "an answer of a given form"):
-                text = _grammar_text(params)
+                import llguidance  # noqa: F401 - whether it is there
         except MissingPackageError as error:
             raise InvalidRequestError(FIELD, str(error)) from error
-        except ValueError as error:
-            raise InvalidRequestError(FIELD, str(error)) from None
-        return self.find(text)
+        try:
+            key = params.to_json()
+        except RecursionError:
+            raise InvalidRequestError(f"{FIELD}.json", "is too deeply nested; simplify it") from None
+        answer = self._answers.get(key)
+        known = None if answer is None or answer.text is None else self._in_use.get(answer.text)
+        if known is not None:
+            future: Future[Grammar] = Future()
+            future.set_result(known)
+            return future
+        return self._submit(self._compile_params, key)
 
     def find(self, text: str) -> Grammar:
         """The compiled grammar of `text`: one that a request still holds, one that is kept, or a new one.
 
         Args:
-            text: the grammar, as llguidance reads it.
+            text: the grammar, as llguidance reads it, of a request that `compile` has accepted.
         """
-        in_use = self._in_use.get(text)
-        if in_use is None:
-            in_use = self._in_use[text] = self._compile_text(text)
-        return in_use
+        return self._in_use.get(text) or self._submit(self._compile_text, text).result()
 
-    def _compile(self, text: str) -> Grammar:
-        import llguidance
-
-        matcher = llguidance.LLMatcher(self._get_vocabulary(), text, log_level=0)
-        if matcher.is_error():
-            raise InvalidRequestError(FIELD, matcher.get_error().strip())
-        return Grammar(text, matcher)
-
-    def _get_vocabulary(self) -> "llguidance.LLTokenizer":
-        """The vocabulary in llguidance's form, built for the first request (a quarter of a second)."""
-        import llguidance
-
+    def _submit(self, function: Callable[[str], Grammar], argument: str) -> "Future[Grammar]":
         with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "treadle-grammars")
+                stack_size = threading.stack_size(PARENT_STACK_BYTES)
+                try:
+                    return self._thread.submit(function, argument)  # starts the thread
+                finally:
+                    threading.stack_size(stack_size)
+            return self._thread.submit(function, argument)
+
+    # In the thread:
+
+    def _compile_params(self, key: str) -> Grammar:
+        answer = self._answers.get(key)
+        if answer is None:
+            try:
+                answer = _Answer(self.process.compile(key), None)
+            except InvalidRequestError as error:
+                if self.process.pid is None:  # it may have been the machine's fault: not to be remembered
+                    raise
+                answer = _Answer(None, error.problem)
+            self._answers[key] = answer
+            if len(self._answers) > KEPT_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+        if answer.text is None:
+            assert answer.problem is not None
+            raise InvalidRequestError(FIELD, answer.problem)
+        return self._compile_text(answer.text)
+
+    def _compile_text(self, text: str) -> Grammar:
+        grammar = self._in_use.get(text)
+        if grammar is None:
             if self._vocabulary is None:
-                self._vocabulary = llguidance.LLTokenizer(
-                    self._tokenizer.backend.to_str(), n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids)
-                )
-            return self._vocabulary
+                tokenizer, vocab_size, eos_token_ids = self._vocabulary_args
+                self._vocabulary = make_vocabulary(tokenizer.backend.to_str(), vocab_size, eos_token_ids)
+            try:
+                matcher = compile_text(self._vocabulary, text)
+            except ValueError as error:
+                raise InvalidRequestError(FIELD, str(error)) from None
+            grammar = self._in_use[text] = Grammar(text, matcher)
+            self._kept.append(grammar)
+        return grammar
 
 
-def _grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's syntax."""
-    import llguidance
-    from llguidance.gbnf_to_lark import any_to_lark
+class _Answer(NamedTuple):
+    """What the process said of a grammar: how llguidance reads it, or what is wrong with it."""
 
-    matcher = llguidance.LLMatcher
-    if params.is_json:
-        schema = {"type": "object"} if params.json is None else params.json
-        options: JsonCompileOptions = {"whitespace_flexible": not params.disable_any_whitespace}
-        if params.whitespace_pattern is not None:
-            options["whitespace_pattern"] = params.whitespace_pattern
-        return matcher.grammar_from_json_schema(
-            schema if isinstance(schema, str) else json.dumps(schema), overrides=options
-        )
-    if params.regex is not None:
-        return matcher.grammar_from_regex(params.regex)
-    if params.choice is not None:
-        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice))
-    assert params.grammar is not None
-    return matcher.grammar_from_lark(any_to_lark(params.grammar))
+    text: str | None
+    problem: str | None
