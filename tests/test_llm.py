@@ -256,7 +256,6 @@ def test_a_bad_prompt_among_good_ones_is_named_and_nothing_runs(llm):
         ({"repetition_penalty": 0}, r"repetition_penalty: must be in \[1e-06, 1e\+06\]"),
         ({"presence_penalty": 3}, r"presence_penalty: must be in \[-2, 2\]"),
         ({"seed": 2**64}, "seed: must be between -"),
-        ({"seed": 2**64}, "seed: must be between 0 and"),
         ({"min_tokens": 20}, "min_tokens: must be at most max_tokens"),
         ({"stop": ""}, "stop: an empty stop string"),
         ({"stop": [3]}, "stop: must be a string or a list"),

@@ -30,8 +30,38 @@ def has_lone_surrogate(body: bytes) -> bool:
     return any(match.group(1) is not None for match in _SURROGATES.finditer(body))
 
 
-async def _refuse(send: Send, status: int, message: str, kind: str) -> None:
-    body = json.dumps(error_body(message, kind, code=status)).encode()
+_MAX_SEARCHED_BYTES = 2**18
+_MAX_SEARCHED_DEPTH = 4
+
+
+def _field_with_surrogate(body: bytes) -> str | None:
+    """The place of a lone surrogate in a JSON body, such as "messages.0.content".
+
+    None if the body is not JSON, or too long to be searched without delaying other requests.
+    """
+    if len(body) > _MAX_SEARCHED_BYTES:
+        return None
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    path: list[str] = []
+    while isinstance(value, (dict, list)) and len(path) < _MAX_SEARCHED_DEPTH:
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in entries:
+            if isinstance(key, str) and has_lone_surrogate(json.dumps(key).encode()):
+                return ".".join(path) or None
+            if has_lone_surrogate(json.dumps(inner).encode()):
+                path.append(str(key))
+                value = inner
+                break
+        else:
+            return None
+    return ".".join(path) or None
+
+
+async def _refuse(send: Send, status: int, message: str, kind: str, field: str | None = None) -> None:
+    body = json.dumps(error_body(message, kind, field, code=status)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
@@ -93,8 +123,9 @@ class CheckBody:
                 message = None
                 break
         if has_lone_surrogate(body):
-            text = "the body holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
-            await _refuse(send, 400, text, "invalid_request_error")
+            field = _field_with_surrogate(body)
+            text = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+            await _refuse(send, 400, f"{field or 'the body'}: {text}", "invalid_request_error", field)
             return
         given = False
 
