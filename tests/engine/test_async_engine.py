@@ -46,7 +46,7 @@ def run(model):
             try:
                 await asyncio.wait_for(script(engine, add), PATIENCE_S)
             finally:
-                await engine.shut_down(0)
+                await engine.shut_down()
 
         asyncio.run(body())
         assert built.engine.scheduler.kv.num_available_blocks == 60

@@ -33,11 +33,11 @@ class RunningServer:
             "max_num_batched_tokens": 128, "log_stats_interval_s": 0, "check_invariants": True, **config,
         }  # fmt: skip
         self.built = build_engine(EngineConfig(**config))
-        self.app = create_app(self.built, model_name=MODEL, grace_s=5.0, **(app_options or {}))
+        self.app = create_app(self.built, model_name=MODEL, **(app_options or {}))
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.server = HttpServer(self.app, log_level="warning")
+        self.server = HttpServer(self.app, grace_s=5.0, log_level="warning")
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listener])))
         self._thread.start()
         deadline = time.monotonic() + PATIENCE_S
@@ -78,8 +78,8 @@ def running(**options):
 
 
 @contextlib.contextmanager
-def serving(*options):
-    """`treadle serve` in a process of its own: the process, and its address."""
+def serving(*options, log=None):
+    """`treadle serve` in a process of its own: the process, and its address. Its further log is added to `log`."""
     command = [sys.executable, "-m", "treadle", "serve", "--port", "0", "--quantization", "int8", *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -92,7 +92,8 @@ def serving(*options):
                 break
         else:
             pytest.fail("".join(lines))
-        rest = threading.Thread(target=process.stderr.read)  # a full pipe would stop it
+        log = [] if log is None else log
+        rest = threading.Thread(target=lambda: log.append(process.stderr.read()))  # a full pipe would stop it
         rest.start()
         yield process, found[1]
     finally:

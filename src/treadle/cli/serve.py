@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import json
 import logging
 import os
 import resource
@@ -40,6 +41,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--port", type=int, default=8000, help="port to listen on; 0 for any free port (default: %(default)s)"
     )
     group.add_argument("--api-key", help="key that clients must send (or set TREADLE_API_KEY)")
+    group.add_argument(
+        "--allowed-hosts",
+        type=lambda text: [name.strip() for name in text.split(",") if name.strip()],
+        metavar="NAME,…",
+        help="names that the Host header of a request may hold, such as api.example.com,*.example.com; * for any "
+        "(default: the names of the loopback address if --host is one, else any)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        type=_origins,
+        default=[],
+        metavar="JSON",
+        help="origins of web pages elsewhere that may use the API (CORS), as a JSON list such as "
+        "'[\"https://app.example.com\"]'; '[\"*\"]' for any (default: none)",
+    )
     group.add_argument("--served-model-name", help="name of the model in the API (default: MODEL as given)")
     group.add_argument("--max-body-mib", type=float, default=8.0, help="largest request body (default: %(default)s)")
     group.add_argument(
@@ -50,6 +66,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_engine_options(parser)
     parser.set_defaults(run=run)
+
+
+def _origins(text: str) -> list[str]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(origin, str) for origin in found):
+        raise argparse.ArgumentTypeError(f"must be a JSON list of strings, got {text!r}")
+    return found
 
 
 def _allow_open_files() -> None:
@@ -72,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     with extra("serve", "treadle serve"):
         from treadle.server.app import create_app
         from treadle.server.http import HttpServer
+        from treadle.server.middleware import hosts_for
     from treadle.assembly.build import build_engine
     from treadle.assembly.engine_config import EngineConfig
 
@@ -84,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
         model_name=args.served_model_name or config.model,
         api_key=args.api_key or os.environ.get("TREADLE_API_KEY"),
         max_body_bytes=int(args.max_body_mib * 2**20),
-        grace_s=args.shutdown_grace,
+        allowed_hosts=args.allowed_hosts or hosts_for(args.host),
+        allowed_origins=args.allowed_origins,
     )
 
     _allow_open_files()
@@ -93,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         log_level="warning" if args.quiet else "info",
-        timeout_graceful_shutdown=max(1, int(args.shutdown_grace) + 1),
+        grace_s=args.shutdown_grace,
     )
     # uvicorn shuts down on these signals and then raises them again; an orderly shutdown is not an error.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -26,6 +26,9 @@ T = TypeVar("T")
 LAGGING = 8
 """Maximum number of outputs pending for a slow reader before they are merged."""
 
+MAX_STEP_S = 10.0
+"""Time that the last step has to end at shutdown."""
+
 
 class _Command:
     """A function to run between two steps, and the future of its result."""
@@ -187,18 +190,20 @@ class AsyncEngine:
             raise self._error or EngineError("the engine has stopped")
         return await asyncio.wrap_future(future)
 
-    async def shut_down(self, grace_s: float) -> None:
-        """Wait up to `grace_s` seconds for requests to finish, abort the rest, and stop the thread."""
-        deadline = asyncio.get_running_loop().time() + grace_s
-        while self._streams and self._error is None and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
+    async def shut_down(self) -> None:
+        """End unfinished requests with an error, and stop the thread after its step."""
         for stream in list(self._streams.values()):
             stream.fail(EngineError("the server is shutting down"))
             self.abort(stream)
         with self._condition:
             self._is_stopping = True
             self._condition.notify()
-        await asyncio.to_thread(self._thread.join)
+        deadline = asyncio.get_running_loop().time() + MAX_STEP_S
+        while self._thread.is_alive():  # polled: a thread that waits for it would hold up the end of the program
+            if asyncio.get_running_loop().time() > deadline:
+                logger.warning("the engine's last step has not ended after %g s; it is left behind", MAX_STEP_S)
+                break
+            await asyncio.sleep(0.005)
 
     def _submit(self, command: "_Command") -> bool:
         with self._condition:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from treadle._version import __version__
 from treadle.assembly.build import BuiltEngine
@@ -21,7 +22,7 @@ from treadle.server.chat import Chat, render_chat
 from treadle.server.completions import Completion
 from treadle.server.feed import StepFeed
 from treadle.server.metrics import Metrics
-from treadle.server.middleware import CheckBody, RequireKey
+from treadle.server.middleware import CheckBody, CheckHost, RequireKey
 from treadle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorResponse, TokenizeRequest
 from treadle.server.responses import JSON, error_body, sse
 from treadle.server.service import ClientGone, ModelNotFound, Service
@@ -51,7 +52,8 @@ def create_app(
     model_name: str,
     api_key: str | None = None,
     max_body_bytes: int = 8 * 2**20,
-    grace_s: float = 10.0,
+    allowed_hosts: Sequence[str] = ("*",),
+    allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """Create the application; it starts and stops the engine.
 
@@ -60,7 +62,8 @@ def create_app(
         model_name: name of the model in the API.
         api_key: key that clients must send; None for no authentication.
         max_body_bytes: maximum size of a request body.
-        grace_s: seconds that unfinished requests have to finish when the server stops.
+        allowed_hosts: names that a Host header may hold; "*" for any, "*.example.com" for all below example.com.
+        allowed_origins: origins of web pages that may read answers (CORS); "*" for any, none by default.
     """
     service = Service(built, model_name)
     engine, cache_config = built.engine, built.cache_config
@@ -74,13 +77,22 @@ def create_app(
         service.engine.start()
         yield
         service.is_stopping = True
-        await service.engine.shut_down(grace_s)
+        await service.engine.shut_down()
 
     app = FastAPI(title="Treadle", version=__version__, lifespan=lifespan, responses=ERRORS)
     app.state.service = service
     app.add_middleware(CheckBody, max_bytes=max_body_bytes)
     if api_key is not None:
         app.add_middleware(RequireKey, key=api_key)
+    if allowed_origins:  # before the key: a browser asks without it whether it may send one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    app.add_middleware(CheckHost, allowed=allowed_hosts)
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_text(app, service)

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, with bulk accept for bursts of connections."""
+"""The HTTP server: uvicorn, with bulk accept for bursts of connections, limits, and an orderly end."""
 
 import asyncio
 import functools
@@ -9,23 +9,46 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from treadle.server.connection import LimitedConnection
+
 logger = logging.getLogger("treadle")
+
+LINGER_S = 3.0
+"""Time that clients have to read the end of their answers at shutdown."""
 
 BACKLOG = 2**16
 """Maximum length of the accept queue. The kernel caps it at net.core.somaxconn, by default 4,096."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, except that it accepts all waiting connections at once instead of one per loop iteration.
+    """uvicorn, except for how it accepts connections and how it ends.
 
-    libuv, and so uvloop, accepts one connection per iteration. When thousands of clients connect at once, an
-    iteration takes as long as their requests, the kernel's accept queue stays full, and after some seconds Linux
-    resets connections.
+    It accepts all waiting connections at once. libuv, and so uvloop, accepts one connection per iteration. When
+    thousands of clients connect at once, an iteration takes as long as their requests, the kernel's accept queue
+    stays full, and after some seconds Linux resets connections.
+
+    At shutdown it keeps listening while requests finish, so that /health reports it. What is unfinished after the
+    grace ends with an error, in its own format. A second Ctrl-C ends the grace.
+
+    Args:
+        app: as `create_app` makes it.
+        grace_s: seconds that unfinished requests have to finish at shutdown.
+        options: for uvicorn.Config.
     """
 
-    def __init__(self, app: FastAPI, **options: Any) -> None:
-        super().__init__(uvicorn.Config(app, access_log=False, backlog=BACKLOG, **options))
+    def __init__(self, app: FastAPI, *, grace_s: float = 10.0, **options: Any) -> None:
+        config = uvicorn.Config(
+            app,
+            http=LimitedConnection,
+            ws="none",
+            access_log=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=1,
+            **options,
+        )
+        super().__init__(config)
         self._service = app.state.service
+        self._grace_s = grace_s
         self._listeners: list[socket.socket] = []
         self._accepting: set[asyncio.Task[Any]] = set()
 
@@ -44,11 +67,43 @@ class HttpServer(uvicorn.Server):
         logger.info("API: http://%s:%d/v1, live page: http://%s:%d/", host, port, host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections, then shut down."""
+        """Finish what can be finished in time, end the rest with errors, then close."""
+        loop = asyncio.get_running_loop()
+        engine = self._service.engine
+        if engine.num_unfinished_requests and not self.force_exit:
+            logger.info(
+                "shutting down: waiting up to %g s for %d unfinished requests; press Ctrl-C again to stop now",
+                self._grace_s,
+                engine.num_unfinished_requests,
+            )
+        deadline = loop.time() + self._grace_s
+        while (
+            engine.num_unfinished_requests and engine.error is None and not self.force_exit and loop.time() < deadline
+        ):
+            await asyncio.sleep(0.02)
+        if engine.num_unfinished_requests and engine.error is None:
+            logger.warning("%d requests were ended before they had finished", engine.num_unfinished_requests)
+        await engine.shut_down()
         for listener in self._listeners:
-            asyncio.get_running_loop().remove_reader(listener)
+            loop.remove_reader(listener)
             listener.close()
+        await self._let_clients_read(LINGER_S)
+        self.force_exit = False  # all is done; uvicorn would only skip the application's own end
         await super().shutdown(sockets)
+
+    async def _let_clients_read(self, timeout_s: float) -> None:
+        """Wait until every answer has been read; disconnect the clients that take too long."""
+        loop = asyncio.get_running_loop()
+        connections = self.server_state.connections
+        deadline = loop.time() + timeout_s
+        while True:
+            for connection in list(connections):
+                connection.shutdown()
+            if not connections or loop.time() >= deadline:
+                break
+            await asyncio.sleep(0.02)
+        for connection in list(connections):
+            connection.transport.abort()
 
     def handle_exit(self, *args: Any) -> None:
         """On a signal, refuse new requests."""

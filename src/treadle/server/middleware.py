@@ -1,4 +1,4 @@
-"""Middleware before every endpoint: the limit on body size, and the API key.
+"""Middleware before every endpoint: the host that is asked for, the API key, and limits on the body.
 
 Plain ASGI, so that streams pass through unchanged.
 """
@@ -6,11 +6,16 @@ Plain ASGI, so that streams pass through unchanged.
 import json
 import re
 import secrets
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treadle.server.responses import error_body
+
+MAX_ITEMS = 500_000
+"""Limit on the parts of a body: parsing it holds up all other requests, about 0.1 µs a part and 1 ms a MiB."""
+MAX_HELD_BYTES = 2**28
 
 OPEN_PATHS = frozenset({"/health", "/"})
 OPEN_FOLDER = "/page/"
@@ -92,15 +97,65 @@ class RequireKey:
         await self._app(scope, receive, send)
 
 
-class CheckBody:
-    """Refuses bodies over `max_bytes`, with or without Content-Length, and text that is no Unicode.
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
-    Errors are in OpenAI's format; FastAPI's own limit answers in plain text.
+
+def hosts_for(address: str) -> list[str]:
+    """The host names that clients may ask for by default, if the server listens on `address`.
+
+    On a loopback address these are its names: a web page from elsewhere whose name was made to resolve to this
+    machine (DNS rebinding) asks for that name. On other addresses the server's names are unknown: any is allowed.
+    """
+    is_loopback = address == "localhost" or address.startswith("127.") or address == "::1"
+    if not is_loopback:
+        return ["*"]
+    own = f"[{address}]" if ":" in address else address
+    return [own, *(name for name in LOOPBACK_NAMES if name != own)]
+
+
+class CheckHost:
+    """Refuses requests whose Host header names none of `allowed`.
+
+    Args:
+        app: the application.
+        allowed: names without port; "*" for any, "*.example.com" for all below example.com.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = {name.lower() for name in allowed if not name.startswith("*.")}
+        self._endings = tuple(name[1:].lower() for name in allowed if name.startswith("*."))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102
+        if scope["type"] == "http" and "*" not in self._allowed:
+            given = Headers(scope=scope).get("host", "")
+            host = _PORT.sub("", given).lower().removesuffix(".")
+            if host not in self._allowed and not (self._endings and host.endswith(self._endings)):
+                text = f"the Host header {given[:100]!r} is none of this server's names; see --allowed-hosts"
+                await _refuse(send, 403, text, "invalid_request_error", "host")
+                return
+        await self._app(scope, receive, send)
+
+
+_PORT = re.compile(r":\d*$")
+
+
+class CheckBody:
+    """Refuses bodies that are too large, have too many parts, or hold text that is not Unicode.
+
+    Errors are in OpenAI's format; FastAPI's own limit answers in plain text.
+
+    Args:
+        app: the application.
+        max_bytes: limit on one body, with or without Content-Length.
+        max_held_bytes: limit on all bodies that are being received, together.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_held_bytes = max(max_held_bytes, max_bytes)
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102
         if scope["type"] != "http":
@@ -110,33 +165,53 @@ class CheckBody:
         if length.isdigit() and int(length) > self._max_bytes:
             await self._too_large(send)
             return
-        body, message = b"", None
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                break
-            body += message.get("body", b"")
-            if len(body) > self._max_bytes:
-                await self._too_large(send)
-                return
-            if not message.get("more_body", False):
-                message = None
-                break
+        message: Message | None = await self._receive(receive, send)
+        if message is None:
+            return
+
+        async def replay() -> Message:
+            nonlocal message
+            given, message = message, None
+            return given or await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _receive(self, receive: Receive, send: Send) -> Message | None:
+        """The whole body as one message, or the client's end; None if it was refused."""
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return message
+                part = message.get("body", b"")
+                parts.append(part)
+                num_bytes += len(part)
+                self._held_bytes += len(part)
+                if num_bytes > self._max_bytes:
+                    await self._too_large(send)
+                    return None
+                if self._held_bytes > self._max_held_bytes:
+                    text = "the server is receiving too many large requests; try again later"
+                    await _refuse(send, 503, text, "overloaded_error")
+                    return None
+                if not message.get("more_body", False):
+                    break
+        finally:
+            self._held_bytes -= num_bytes
+        body = b"".join(parts)
+        num_items = sum(map(body.count, (b",", b"[", b"{")))
+        if num_items > MAX_ITEMS:
+            text = f"the body holds {num_items} commas and opening brackets; at most {MAX_ITEMS} are read"
+            await _refuse(send, 400, text, "invalid_request_error")
+            return None
         if has_lone_surrogate(body):
             field = _field_with_surrogate(body)
             text = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
             await _refuse(send, 400, f"{field or 'the body'}: {text}", "invalid_request_error", field)
-            return
-        given = False
-
-        async def replay() -> Message:
-            nonlocal given
-            if not given:
-                given = True
-                return message or {"type": "http.request", "body": body, "more_body": False}
-            return await receive()
-
-        await self._app(scope, replay, send)
+            return None
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def _too_large(self, send: Send) -> None:
         message = f"the request body exceeds {self._max_bytes} bytes"
