@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,9 +99,9 @@ def test_the_process_is_kept_and_is_replaced_after_a_crash(compiler):
     for grammar in ('start: "a"', 'start: "b"', chain(4000), 'start: "c"', 'start: "d"'):
         try:
             compiler.compile(StructuredOutputsParams(grammar=grammar))
-            pids.append(compiler.process.pid)
+            pids.append(compiler.process.process.pid)
         except InvalidRequestError:
-            assert compiler.process.pid is None
+            assert compiler.process.process.pid is None
     assert pids[0] == pids[1]
     assert pids[1] != pids[2]
     assert pids[2] == pids[3]
@@ -108,30 +109,31 @@ def test_the_process_is_kept_and_is_replaced_after_a_crash(compiler):
 
 def test_a_process_that_somebody_killed_is_replaced(compiler):
     compiler.compile(StructuredOutputsParams(regex="a"))
-    process = compiler.process._process
+    process = compiler.process.process._process
     process.kill()
     process.wait()
     compiler.compile(StructuredOutputsParams(regex="b"))
-    assert compiler.process.pid != process.pid
+    assert compiler.process.process.pid != process.pid
 
 
 def test_a_process_that_does_not_answer_is_replaced(compiler, monkeypatch):
     compiler.compile(StructuredOutputsParams(regex="a"))
-    pid = compiler.process.pid
+    pid = compiler.process.process.pid
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(grammar_process, "MAX_WALL_S", 0.2)
+    limited = compiler.process.process
+    monkeypatch.setattr(limited, "limits", replace(limited.limits, wall_s=0.2))
     with pytest.raises(InvalidRequestError, match="to compile; simplify"):
         compiler.compile(StructuredOutputsParams(regex="b"))
     monkeypatch.undo()
     compiler.compile(StructuredOutputsParams(regex="b"))
-    assert compiler.process.pid != pid
+    assert compiler.process.process.pid != pid
 
 
 @pytest.mark.slow
 def test_a_grammar_that_takes_too_long_is_refused(compiler):
     """GBNF is converted in Python, in quadratic time: half a minute for this one."""
     grammar = chain(4000, " ::=", "root")
-    with pytest.raises(InvalidRequestError, match=f"more than {grammar_process.MAX_CPU_S} s of CPU time"):
+    with pytest.raises(InvalidRequestError, match=f"more than {grammar_process.LIMITS.cpu_s} s of CPU time"):
         compiler.compile(StructuredOutputsParams(grammar=grammar))
     compiler.compile(StructuredOutputsParams(regex="a"))
 
@@ -139,7 +141,7 @@ def test_a_grammar_that_takes_too_long_is_refused(compiler):
 def test_known_grammars_do_not_wait_for_new_ones(compiler):
     """The process stands still; what it has answered before is still known."""
     known = compiler.compile(StructuredOutputsParams(regex="a"))
-    pid = compiler.process.pid
+    pid = compiler.process.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         new = compiler.submit(StructuredOutputsParams(regex="b"))
@@ -168,7 +170,7 @@ from treadle.text.grammar import GrammarCompiler
 model = load_path(find_model(DEFAULT_MODEL))
 compiler = GrammarCompiler(model.tokenizer, model.config.vocab_size, model.eos_token_ids)
 compiler.compile(StructuredOutputsParams(regex="a"))
-print(compiler.process.pid, flush=True)
+print(compiler.process.process.pid, flush=True)
 input()
 """
 

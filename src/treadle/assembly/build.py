@@ -20,6 +20,7 @@ from treadle.models.registry import load_model
 from treadle.runner import ModelRunner
 from treadle.scheduler import Scheduler
 from treadle.text import ChatTemplate, Tokenizer
+from treadle.text.chat_template import RenderedChat
 from treadle.text.input_processor import InputProcessor
 from treadle.text.output_processor import OutputProcessor
 from treadle.trace.recorder import StepRecorder
@@ -51,19 +52,26 @@ class BuiltEngine:
     cache_config: CacheConfig
     load_time_s: float
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
         """A conversation as a prompt, rendered with the model's chat template.
 
         Args:
             messages: a list of {"role": …, "content": …}.
-            variables: other variables of the template, such as `add_generation_prompt`.
+            add_generation_prompt: end with the start of the assistant's turn.
+            variables: other variables of the template.
 
         Raises:
             InvalidRequestError: the model has no chat template, or the template refuses the messages.
         """
         if self.chat_template is None:
             raise InvalidRequestError("messages", "this model has no chat template; send text instead")
-        return self.chat_template.render(messages, **variables)
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
 
 def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = lambda _: None) -> BuiltEngine:
@@ -84,6 +92,8 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
     start = time.monotonic()
     loaded = load_model(config.model)
     model_config = loaded.config
+    if loaded.chat_template is not None and not config.parse_control_tokens_in_chat:
+        loaded.chat_template.control_tokens = loaded.tokenizer.special_tokens
     max_model_len, reason = longest_model_len(config, model_config)
     settings = BackendSettings(
         device=config.device,

@@ -86,6 +86,11 @@ class EngineConfig(SchedulingSettings):
     enable_prefix_caching: bool = _cache(True, "share the KV of common prompt prefixes")
     swap_space: float = _cache(1.0, "GiB of memory for the blocks of swapped requests", metavar="GIB")
     max_logprobs: int = _requests(20, "maximum logprobs that a request may ask for", low=0)
+    parse_control_tokens_in_chat: bool = _requests(
+        False,
+        "make control tokens of text in chat messages that spells them, such as <|im_end|>; whoever writes a message "
+        "can then forge the turns of others",
+    )
     log_stats_interval_s: float = _watching(
         5.0, "seconds between log lines with statistics; 0 for none", metavar="SECONDS"
     )

@@ -145,7 +145,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if text is None:
             assert request.messages is not None
             chat = ChatRequest(messages=request.messages, add_generation_prompt=request.add_generation_prompt)
-            text, add_special_tokens = render_chat(service, chat), False
+            text, add_special_tokens = await render_chat(service, chat), False
         ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         body: JSON = {"count": len(ids), "max_model_len": service.limits.max_model_len, "tokens": ids}
         if request.return_token_strs:

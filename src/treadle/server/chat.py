@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 from collections.abc import Sequence
 
 from starlette.requests import Request as HTTPRequest
@@ -11,20 +12,21 @@ from treadle.server.call import Call
 from treadle.server.protocol import ChatRequest, flatten_content
 from treadle.server.responses import JSON, chat_logprobs, finish_fields, prompt_logprobs, usage_of
 from treadle.server.service import Service
+from treadle.text.chat_template import RenderedChat
+from treadle.text.template_process import process
 
-RESERVED_TEMPLATE_NAMES = {"messages", "add_generation_prompt", "bos_token", "eos_token"}
 
-
-def render_chat(service: Service, request: ChatRequest) -> str:
+async def render_chat(service: Service, request: ChatRequest) -> RenderedChat:
     """The prompt that the model's chat template makes of the messages."""
-    taken = RESERVED_TEMPLATE_NAMES & set(request.chat_template_kwargs)
-    if taken:
-        raise InvalidRequestError("chat_template_kwargs", f"{sorted(taken)[0]!r} is set by the server")
-    return service.render_chat(
-        flatten_content(request.messages),
-        add_generation_prompt=request.add_generation_prompt,
-        **request.chat_template_kwargs,
-    )
+
+    def render() -> RenderedChat:
+        return service.render_chat(
+            flatten_content(request.messages),
+            add_generation_prompt=request.add_generation_prompt,
+            variables=request.chat_template_kwargs,
+        )
+
+    return await asyncio.wrap_future(process.submit(render))
 
 
 class Chat(Call[ChatRequest]):
@@ -56,7 +58,7 @@ class Chat(Call[ChatRequest]):
             logprobs=self._num_top if request.logprobs else None,
             n=request.n,
         )
-        text = render_chat(self._service, request)
+        text = await render_chat(self._service, request)
         prompt = (
             {"prompt": text} if request.cache_salt is None else {"prompt": text, "cache_salt": request.cache_salt}
         )

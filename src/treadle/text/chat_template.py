@@ -1,60 +1,41 @@
-"""Renders a conversation to a prompt with the model's own Jinja template, like Hugging Face transformers.
+"""Renders a conversation to a prompt with the model's own Jinja template."""
 
-Templates come with models and are not trusted: they run in jinja2's immutable sandbox, with the same
-extensions as in transformers (`raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
-controls and the `generation` block).
-"""
-
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from treadle.core.errors import InvalidRequestError, ModelLoadError
+from treadle.core.limited_process import LimitExceeded, WorkFailed
+from treadle.text.template_process import process
+
+RESERVED_VARIABLES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token"))
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks text for training; here it is only rendered."""
+class RenderedChat(str):
+    """A prompt made by a chat template.
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+    Attributes:
+        literals: where a message spells a control token or a part of one, as (start, end) in order; these are
+            ordinary text, which a Tokenizer encodes as such.
+    """
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Parse the body of the block unchanged."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    literals: tuple[tuple[int, int], ...]
 
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+    def __new__(cls, text: str, literals: Sequence[tuple[int, int]] = ()) -> "RenderedChat":  # noqa: D102
+        self = super().__new__(cls, text)
+        self.literals = tuple(literals)
+        return self
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template. Templates come with models and are not trusted: they run in a process of their own.
 
     Args:
         source: the Jinja text.
         bos_token, eos_token: values of these template variables; None leaves one undefined.
         origin: the file that it comes from, for messages.
+
+    Attributes:
+        control_tokens: tokens, as text, that only the template can produce: in a message they are ordinary text.
 
     Raises:
         ModelLoadError: the template is not valid Jinja.
@@ -69,44 +50,51 @@ class ChatTemplate:
         origin: str = "the model",
     ) -> None:
         self.source = source
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except Exception as error:  # deep nesting and constant expressions make jinja2 raise any Python exception
-            raise ModelLoadError(f"{origin}: the chat template is not valid ({error})") from error
+        self.control_tokens: tuple[str, ...] = ()
         # Templates test whether a token is defined, so a missing token must stay undefined.
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
+        try:
+            process.check(source)
+        except WorkFailed as error:
+            raise ModelLoadError(f"{origin}: the chat template is not valid ({error})") from None
+        except LimitExceeded as error:
+            raise ModelLoadError(f"{origin}: the chat template is not valid (it {error} to compile)") from None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **extra: Any
-    ) -> str:
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
         """The prompt for a conversation.
 
         Args:
             messages: mappings with `role` and `content`, oldest first.
             add_generation_prompt: end with the start of the assistant's turn.
-            extra: additional template variables.
+            variables: additional template variables.
 
         Raises:
             InvalidRequestError: the messages are malformed, or the template refuses them.
         """
         check_messages(messages)
+        variables = variables or {}
+        taken = RESERVED_VARIABLES & set(variables)
+        if taken:
+            raise InvalidRequestError("chat_template_kwargs", f"{sorted(taken)[0]!r} is set by the server")
+        own = {**self._tokens, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens, **extra
+            text, spans = process.render(
+                self.source, self.control_tokens, [dict(message) for message in messages], {**variables}, own
             )
-        except jinja2.TemplateError as error:
-            raise InvalidRequestError("messages", f"the model's chat template refused them: {error}") from error
-        except Exception as error:  # a template can raise any Python exception
-            raise InvalidRequestError("messages", f"the model's chat template failed: {error!r}") from error
+        except WorkFailed as error:
+            raise InvalidRequestError("messages", f"the model's chat template refused them: {error}") from None
+        except LimitExceeded as error:
+            raise InvalidRequestError("messages", f"rendering the model's chat template {error}") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError("messages", f"cannot be written as JSON: {error}") from None
+        return RenderedChat(text, spans)
 
     def ending(self) -> str:
         """What follows an assistant's message, without leading whitespace; empty if the template refuses one."""

@@ -14,7 +14,7 @@ from treadle.core.errors import InvalidRequestError, MissingPackageError
 from treadle.core.extras import extra
 from treadle.core.structured_outputs import StructuredOutputsParams
 from treadle.text.grammar_library import compile_text, error_of, make_vocabulary
-from treadle.text.grammar_process import FIELD, STACK_BYTES, GrammarProcess
+from treadle.text.grammar_process import FIELD, LIMITS, GrammarProcess
 from treadle.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ KEPT_GRAMMARS = 32
 """Compiled grammars that are kept when no request holds them."""
 KEPT_ANSWERS = 1024
 """Grammars, compiled or refused, of which the process need not be asked again."""
-PARENT_STACK_BYTES = 2 * STACK_BYTES
+PARENT_STACK_BYTES = 2 * LIMITS.stack_bytes
 """What compiles in the process compiles here, with room to spare."""
 
 
@@ -152,7 +152,7 @@ class GrammarCompiler:
             try:
                 answer = _Answer(self.process.compile(key), None)
             except InvalidRequestError as error:
-                if self.process.pid is None:  # it may have been the machine's fault: not to be remembered
+                if self.process.process.pid is None:  # it may have been the machine's fault: not to be remembered
                     raise
                 answer = _Answer(None, error.problem)
             self._answers[key] = answer

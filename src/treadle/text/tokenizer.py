@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
 from treadle.core.errors import ModelLoadError
+from treadle.text.chat_template import RenderedChat
+from treadle.text.literal_encoder import LiteralEncoder
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -54,6 +57,12 @@ class Tokenizer:
         return cls(backend, bos_token=bos_token, eos_token=eos_token)
 
     @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The control tokens, as text."""
+        added = self.backend.get_added_tokens_decoder()
+        return tuple(added[token_id].content for token_id in sorted(self.special_token_ids))
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
@@ -68,14 +77,33 @@ class Tokenizer:
         return token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds the model's special tokens, such as BOS."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; `add_special_tokens` adds the model's special tokens, such as BOS.
+
+        A text that spells a control token becomes that token, except where a RenderedChat says that it is literal.
+        """
+        (ids,) = self.encode_batch([text], add_special_tokens=add_special_tokens)
         return ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of many texts, in parallel."""
-        encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        """Token ids of many texts, in parallel; as in `encode`."""
+        literal = {i for i, text in enumerate(texts) if isinstance(text, RenderedChat) and text.literals}
+        plain = iter(
+            self.backend.encode_batch(
+                [text for i, text in enumerate(texts) if i not in literal], add_special_tokens=add_special_tokens
+            )
+            if len(literal) < len(texts)
+            else ()
+        )
+        return [
+            self._literal.encode(text, text.literals, add_special_tokens)  # type: ignore[attr-defined]
+            if i in literal
+            else next(plain).ids
+            for i, text in enumerate(texts)
+        ]
+
+    @cached_property
+    def _literal(self) -> "LiteralEncoder":
+        return LiteralEncoder(self.backend)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""

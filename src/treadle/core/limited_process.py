@@ -1,0 +1,215 @@
+"""A process for work on what cannot be trusted: work that crashes or stalls there harms only its own request.
+
+The parent writes a line of JSON for each piece of work and reads one. The process starts with the first piece,
+ends with the parent (end of file), and is replaced after a crash or a timeout. It gets neither the parent's threads
+nor its environment. Each piece has limits of CPU time, time, memory and stack.
+"""
+
+import contextlib
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treadle.core.errors import EngineError
+
+MAX_START_S = 60.0
+MAX_ERROR_CHARS = 300
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONHOME", "TZ")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one piece of work.
+
+    Attributes:
+        cpu_s: whole seconds of CPU time.
+        wall_s: seconds.
+        num_bytes: memory beyond that of the idle process.
+        stack_bytes: stack of the thread that works.
+    """
+
+    cpu_s: int
+    wall_s: float
+    num_bytes: int
+    stack_bytes: int
+
+
+class WorkFailed(Exception):  # noqa: N818 - what failed is the caller's to say
+    """The work raised an exception; the text is the exception's."""
+
+
+class LimitExceeded(Exception):  # noqa: N818
+    """The work crashed or took too much; the text is a predicate, such as "takes more than 2 s of CPU time"."""
+
+
+class LimitedProcess:
+    """The parent's end. Not thread-safe.
+
+    Args:
+        script: the file that the process runs; it calls `serve`.
+        limits: the same that the script gives to `serve`.
+    """
+
+    def __init__(self, script: Path, limits: Limits) -> None:
+        self._script = script
+        self.limits = limits
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none, or after it has ended."""
+        if self._process is not None and self._process.poll() is not None:  # somebody killed it
+            self._end()
+        return None if self._process is None else self._process.pid
+
+    def start(self, setup: Any) -> None:
+        """Start the process.
+
+        Args:
+            setup: what `serve` gives to the script, as JSON.
+
+        Raises:
+            EngineError: it did not start.
+        """
+        # The file itself, not a package's module: no program's `__main__` is involved, and no folder of its user.
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["PYTHONUTF8"] = "1"
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(self._script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            process_group=0,  # Ctrl-C in a terminal is for the parent
+        )
+        self._stop = weakref.finalize(self, _stop, self._process)
+        if self._ask(json.dumps(setup), MAX_START_S) is None:
+            raise EngineError(f"the process of {self._script.name} did not start (exit status {self._end()})")
+
+    def ask(self, work: str) -> dict[str, Any]:
+        """The answer to a piece of work, given as JSON on one line.
+
+        Raises:
+            WorkFailed, LimitExceeded: there is none.
+        """
+        answer = self._ask(work, self.limits.wall_s)
+        if answer is None:
+            status = self._end()
+            if status == -signal.SIGXCPU:
+                raise LimitExceeded(f"takes more than {self.limits.cpu_s} s of CPU time")
+            if status == -signal.SIGKILL:
+                raise LimitExceeded(f"takes more than {self.limits.wall_s:.0f} s")
+            raise LimitExceeded("is too large or too deeply nested")
+        if "failed" in answer:
+            raise WorkFailed(answer["failed"])
+        if "exceeded" in answer:
+            raise LimitExceeded(answer["exceeded"])
+        return answer
+
+    def _ask(self, line: str, timeout_s: float) -> dict[str, Any] | None:
+        """The answer; None if the process has ended or had to be killed."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(timeout_s, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(line.encode() + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            timer.cancel()
+            timer.join()
+        if not answer.endswith(b"\n"):
+            return None
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def _end(self) -> int:
+        """End the process and return its exit status."""
+        process = self._process
+        assert process is not None
+        self._process = None
+        self._stop()
+        return process.returncode
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    process.stdout.close()
+    process.wait()
+
+
+Work = Callable[[Any], dict[str, Any]]
+
+
+def serve(prepare: Callable[[Any], Work], limits: Limits) -> None:
+    """The process: work until the parent ends.
+
+    Args:
+        prepare: takes the parent's `setup`, and returns what does a piece of work. An exception of the work is its
+            answer.
+        limits: of each piece.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.stack_size(limits.stack_bytes)
+    threading.Thread(target=_work, args=(prepare, limits, lines, answers), daemon=True).start()
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)  # the parent has gone, whatever is being done
+
+
+def _work(prepare: Callable[[Any], Work], limits: Limits, lines: "queue.SimpleQueue[str]", answers: Any) -> None:
+    work = prepare(json.loads(lines.get()))
+    answer: dict[str, Any] = {}
+    while True:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        line = lines.get()
+        _limit(limits)
+        try:
+            answer = work(json.loads(line))
+        except RecursionError:
+            answer = {"exceeded": "is too deeply nested"}
+        except MemoryError:
+            answer = {"exceeded": f"takes more than {limits.num_bytes >> 20} MiB"}
+        except BaseException as error:  # panics of extensions among them
+            answer = {"failed": _short(str(error)) or f"cannot be read ({type(error).__name__})"}
+
+
+def _limit(limits: Limits) -> None:
+    """Set the limits for the next piece of work; beyond them the kernel ends the process, or allocations fail."""
+    import resource
+
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    seconds = math.ceil(usage.ru_utime + usage.ru_stime) + limits.cpu_s
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds if most < 0 else min(seconds, most), most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(FileNotFoundError):  # where there is no /proc, there is no limit of memory
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        num_bytes = pages * resource.getpagesize() + limits.num_bytes
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes if most < 0 else min(num_bytes, most), most))
+
+
+def _short(message: str) -> str:
+    return message if len(message) <= MAX_ERROR_CHARS else message[:MAX_ERROR_CHARS] + " …"
