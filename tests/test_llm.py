@@ -293,7 +293,7 @@ def test_limits_of_this_engine(llm):
     [
         (
             {"scheduler": "fastest"},
-            "unknown phase policy 'fastest'; there are chunked, phased, prefill-first, three-phase",
+            "unknown phase policy 'fastest'; known: chunked, phased, prefill-first, three-phase",
         ),
         ({"max_num_seqs": 0}, "max_num_seqs: must be at least 1, got 0"),
         (

@@ -104,7 +104,7 @@ def test_orders_overload_and_recording(tmp_path):
     outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False, priority=[2, 0, 1])
     starts = [output.metrics.first_scheduled_time for output in outputs]
     assert sorted(range(3), key=starts.__getitem__) == [1, 2, 0]
-    with pytest.raises(Overloaded, match="3 requests wait and at most 3 may"):
+    with pytest.raises(Overloaded, match="3 requests are waiting and the limit is 3"):
         llm.generate(["a"] * 4, params, use_tqdm=False)
     assert not llm.engine.has_unfinished_requests
     (output,) = llm.generate("after", params, use_tqdm=False)

@@ -108,7 +108,7 @@ def test_models():
         (["generate", "x", "--temperature", "-1"], "temperature: must be in [0, 1e+06], got -1"),
         (
             ["generate", "x", "--scheduler", "best"],
-            "unknown phase policy 'best'; there are chunked, phased, prefill-first, three-phase",
+            "unknown phase policy 'best'; known: chunked, phased, prefill-first, three-phase",
         ),
         (["generate", "x", "--model", "nope"], "there is no model 'nope'"),
         (["generate", "--file", "/nope"], "--file: /nope cannot be read"),

@@ -41,7 +41,9 @@ def test_prompt_of_the_whole_length_and_one_less():
 
 
 def test_a_pool_too_small_for_the_length_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match="at most the 32 tokens that the KV pool holds .8 blocks of 4.; got 33"):
+    with pytest.raises(
+        ConfigError, match="at most the 32 tokens that the KV pool holds .8 blocks of 4 tokens., got 33"
+    ):
         ToyEngine(num_blocks=8, block_size=B, max_model_len=33)
 
 
@@ -52,7 +54,7 @@ def test_a_budget_below_the_seats_is_refused_at_the_start():
 
 def test_an_unknown_policy_is_named():
     with pytest.raises(
-        ConfigError, match="unknown phase policy 'fastest'; there are chunked, phased, prefill-first, three-phase"
+        ConfigError, match="unknown phase policy 'fastest'; known: chunked, phased, prefill-first, three-phase"
     ):
         ToyEngine(scheduler="fastest")
 

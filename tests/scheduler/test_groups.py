@@ -123,7 +123,7 @@ def test_a_group_too_large_for_the_pool_ends_with_an_error_and_what_it_has():
     engine.add("after", PROMPT, 5)
     engine.run()
     group = engine.finished["group"]
-    assert "its 4 sequences need more than the 12 KV blocks" in group.error
+    assert "its 4 sequences need more than the 12 blocks of the KV cache" in group.error
     whole = children(PROMPT, 4, 38)
     assert all(out and out == w[: len(out)] for out, w in zip(engine.outputs("group"), whole, strict=True))
     assert engine.outputs("after") == children(PROMPT, 1, 5)

@@ -297,7 +297,7 @@ def test_prefixes_are_not_shared_across_adapters_versions_and_salts():
 
 def test_adapters_can_be_off():
     engine = ToyEngine(max_loras=0)
-    with pytest.raises(InvalidRequestError, match=r"adapter 'adapter 1': adapters are off"):
+    with pytest.raises(InvalidRequestError, match=r"adapter 'adapter 1': adapters are disabled"):
         engine.add("a", [1], lora=lora(1))
 
 
@@ -305,11 +305,11 @@ def test_a_full_queue_is_told_with_counts():
     engine = ToyEngine(max_num_queued_requests=3, max_num_queued_tokens=20, max_num_seqs=1)
     for name in "abc":
         engine.add(name, [1] * 5)
-    with pytest.raises(Overloaded, match="3 requests wait and at most 3 may") as caught:
+    with pytest.raises(Overloaded, match="3 requests are waiting and the limit is 3") as caught:
         engine.add("d", [1])
     assert (caught.value.num_queued_requests, caught.value.num_queued_tokens) == (3, 15)
     engine.step()
-    with pytest.raises(Overloaded, match="10 prompt tokens wait and at most 20 may"):
+    with pytest.raises(Overloaded, match="10 prompt tokens are waiting and the limit is 20"):
         engine.add("d", [1] * 11)
     engine.add("d", [1] * 10)
     engine.run()
@@ -317,7 +317,7 @@ def test_a_full_queue_is_told_with_counts():
 
 
 def test_unknown_orders_are_named():
-    with pytest.raises(ConfigError, match="order: unknown order 'best'; there are cache-aware, deadline, fair, fcfs"):
+    with pytest.raises(ConfigError, match="order: unknown order 'best'; known: cache-aware, deadline, fair, fcfs"):
         ToyEngine(order="best")
 
 
@@ -340,7 +340,7 @@ def test_a_third_party_brings_a_policy(tmp_path, monkeypatch):
             engine.add(name, [1, 2], 3, tenant=tenant)
         engine.run()
         assert order_of_starts(engine) == ["x 0", "y 0", "x 1", "y 1", "x 2"]
-        with pytest.raises(ConfigError, match="unknown order 'x'; there are .*least-served"):
+        with pytest.raises(ConfigError, match="unknown order 'x'; known: .*least-served"):
             ToyEngine(order="x")
         with pytest.raises(ConfigError, match=r"'least-served' has no method run\(\)"):
             ToyEngine(scheduler="least-served")

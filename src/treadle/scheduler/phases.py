@@ -1,7 +1,7 @@
-"""The phases of a step. A phase policy says which of them run, in which order.
+"""The phases of a step. A phase policy decides which phases a step runs and in which order.
 
-Every request runs at its rank: a request never loses blocks to one behind it, except to one of better
-priority (`displacement`). Decodes are in decodes.py, prompts in prompts.py; here requests come in.
+A request never loses blocks to a request behind it in rank, except to a request of better priority
+(`displacement`). Decodes are in decodes.py and prompts in prompts.py; this module admits and swaps in requests.
 """
 
 from treadle.core.request import Request
@@ -16,14 +16,14 @@ from treadle.scheduler.state import BlockRefusal, SchedulerState
 from treadle.scheduler.step_draft import StepDraft
 
 MAX_PASSED_OVER = 32
-"""Long prompts that an admission looks beyond, so that a queue of them costs nothing in every step."""
+"""How many long prompts the admissions of a step pass over; bounds the cost of a queue full of them."""
 
 
 class Phases:
-    """Each phase takes what it can get of the token budget that is left, and adds it to the draft of the step.
+    """The phases. Each one schedules as much as the remaining token budget allows and adds it to the draft.
 
     Attributes:
-        draft: the step in the making.
+        draft: the step being built.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -33,35 +33,35 @@ class Phases:
 
     @property
     def remaining_tokens(self) -> int:
-        """What is left of the token budget."""
+        """Number of tokens left in the budget of the step."""
         return self.draft.remaining_tokens
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in the step so far."""
+        """Whether the step runs nothing so far."""
         return self.draft.is_empty
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences that could decode."""
+        """Number of running sequences that are ready to decode."""
         batch = self._state.batch
         return len(batch.decoding_rows()) if batch.has_beams else len(batch) - batch.num_prefilling
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests; swapped requests are not included."""
         return len(self._state.waiting)
 
     @property
     def num_swapped(self) -> int:
-        """Requests whose blocks are in the host tier."""
+        """Number of requests whose blocks are in the host tier."""
         return len(self._state.swapped)
 
     def displacement(self) -> None:
-        """Under an order that displaces: preempt the worst running requests for a better one that waits.
+        """Preempt the worst running requests for the first waiting one, if the order of the queue displaces.
 
-        Only if that lets it start, and only as many as it takes. Equal priorities never displace each other. Runs
-        before the decodes, so that nothing planned is undone.
+        Preempts as few requests as possible, and none unless the waiting one can then start. Requests of equal
+        priority never displace each other. Runs before the decodes, so that the step contains no victim yet.
         """
         request = self._state.waiting.first()
         if request is None or not self._state.policies.displaces:
@@ -71,24 +71,24 @@ class Phases:
                 self.draft.preempt(victim, for_request=request)
 
     def decodes(self) -> None:
-        """Every sequence whose known tokens are computed decodes."""
+        """Schedule a decode for every sequence that has computed its known tokens."""
         Decodes(self._state, self.draft).run()
 
     def chunks(self, cut: Cut = Cut.ANY) -> None:
-        """Sequences whose known tokens are partly computed go on with them."""
+        """Continue the sequences whose known tokens are partly computed."""
         self._prompts.chunks(cut)
 
     def use_up_budget(self) -> None:
-        """Prompts that had to wait for others get what is left of the budget."""
+        """Give the rest of the budget to the prompts that were held back for others."""
         self._prompts.use_up_budget()
 
     # Swapped
 
     def swapped(self) -> None:
-        """Swapped requests come back, in rank order, until the first one for which there is no room.
+        """Swap requests in, in rank order, up to the first one that does not fit.
 
-        None comes back before a waiting one of better rank: it would take the room which that one waits for, and
-        fall for it again.
+        A request is not swapped in before a waiting request of better rank: it would take the room that the waiting
+        request needs, and would be preempted for that request again.
         """
         if self.draft.preempted:
             return
@@ -103,7 +103,7 @@ class Phases:
             request = following
 
     def _swap_in(self, request: Request) -> WaitReason | None:
-        """Move `request` from swapped to running and let it decode or go on with its prompt, or say why not."""
+        """Swap in `request` and schedule its decode or the rest of its prompt, or return why it has to wait."""
         state = self._state
         sequences = request.live_sequences
         if self._is_behind_waiting(request):
@@ -130,7 +130,7 @@ class Phases:
         return None
 
     def _is_behind_waiting(self, request: Request) -> bool:
-        """Whether a waiting request that could use the blocks or seats precedes a swapped one in rank."""
+        """Whether a waiting request that needs blocks or seats precedes the swapped `request` in rank."""
         for number, waiting in enumerate(self._state.waiting):
             if waiting.rank > request.rank:
                 return False
@@ -144,10 +144,10 @@ class Phases:
     # Admissions
 
     def admissions(self, cut: Cut = Cut.ANY) -> None:
-        """Waiting requests start, in rank order, until the first one that cannot.
+        """Admit waiting requests, in rank order, up to the first one that cannot start.
 
-        Partly computed prompts behind one of them take their turn here. A second long prompt is passed over, and
-        starts after those behind it if anything is left of the budget.
+        Partly computed prompts behind a waiting request are continued here, in rank order with the admissions. A
+        second long prompt is passed over; it starts after the requests behind it if any budget is left.
         """
         state = self._state
         passed_over: list[Request] = []
@@ -168,7 +168,7 @@ class Phases:
                 break
 
     def _admit_or_explain(self, request: Request, cut: Cut) -> bool:
-        """Admit `request`, or note why it waits; False if those behind it have to wait for it."""
+        """Admit `request` or record why it waits; return False if the requests behind it have to wait for it."""
         reason = self._admit(request, cut)
         if reason is None:
             self.draft.accept(request)
@@ -177,7 +177,7 @@ class Phases:
         return reason is WaitReason.TOO_MANY_ADAPTERS and not request.is_aged
 
     def _admit(self, request: Request, cut: Cut) -> WaitReason | None:
-        """Move `request` from waiting to running with its first tokens, or say why not now."""
+        """Admit `request` and schedule its first tokens, or return why it has to wait."""
         state = self._state
         if self.draft.preempted and not self._has_displaced_only_for(request):
             return WaitReason.PREEMPTION_IN_STEP
@@ -210,6 +210,6 @@ class Phases:
         return None
 
     def _has_displaced_only_for(self, request: Request) -> bool:
-        """Whether all preemptions of this step made room for requests of better priority."""
+        """Whether every preemption of this step was a displacement for `request`."""
         preempted = self.draft.preempted
         return self._state.policies.displaces and all(p.for_request_id == request.request_id for p in preempted)

@@ -1,7 +1,7 @@
-"""The whole contract between scheduler and runner: a StepPlan goes in, a StepResult comes back.
+"""The contract between scheduler and runner: the runner takes a StepPlan and returns a StepResult.
 
-Both are data: arrays and small frozen records that can be pickled, without a reference to anything that lives. A
-runner that has seen nothing but the sequence of plans computes the same bits, in this process or in another.
+Both are plain data, arrays and small frozen records that can be pickled, with no reference to a live object. The
+sequence of plans is all that a runner needs to compute the same bits, in this process or in another one.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=4096)
 def ones(count: int) -> IntArray:
-    """Read-only ones, int32 [count]: what plain decodes compute and sample."""
+    """Return read-only ones, int32 [count]: the number of tokens that each plain decode computes and samples."""
     return _constant(np.ones(count, dtype=np.int32))
 
 
@@ -27,23 +27,23 @@ def _constant(array: IntArray) -> IntArray:
 
 
 NO_NUMBERS = _constant(np.empty(0, dtype=np.int32))
-"""int32 [0]."""
+"""An empty read-only array, int32 [0]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRow:
-    """What a runner has to know of a row whose content it does not know yet.
+    """The content of a row that the runner does not know yet.
 
     Attributes:
-        row: the row's number.
-        token_ids: int32 [num_tokens], all known tokens: the prompt, and what was generated after it.
-        num_prompt_tokens: how many of them are the prompt.
-        sampling_params: how to choose its tokens.
-        seed: of the sampling noise.
-        sequence_index: number of the sequence within its request; part of the sampling noise.
-        stop_token_ids: every id that ends the sequence; masked before `min_tokens`.
-        grammar: text of the grammar that the output has to obey, None without one.
-        adapter_id: LoRA adapter, 0 for the base model.
+        row: row number.
+        token_ids: int32 [num_tokens], all known tokens: the prompt and the output so far.
+        num_prompt_tokens: length of the prompt in tokens.
+        sampling_params: the request's sampling parameters.
+        seed: seed of the sampling noise.
+        sequence_index: index of the sequence in its request; the sampling noise depends on it.
+        stop_token_ids: ids of the tokens that end the sequence; masked before `min_tokens`.
+        grammar: text of the grammar that constrains the output; None without one.
+        adapter_id: id of the LoRA adapter; 0 for the base model.
     """
 
     row: int
@@ -59,9 +59,9 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewBlocks:
-    """Changes of the block tables since the last plan: block `blocks[i]` now stands at `places[i]` of `rows[i]`.
+    """Changes to the block tables since the last plan: entry `places[i]` of row `rows[i]` is now `blocks[i]`.
 
-    A place that occurs several times has its last value.
+    If a place occurs several times, the last value counts.
 
     Attributes:
         rows, places, blocks: int32 [n].
@@ -95,21 +95,21 @@ NO_MOVES = BlockMoves()
 class StepPlan:
     """What one step runs.
 
-    Entry i of the arrays says: row `rows[i]` computes `counts[i]` tokens from position `starts[i]`, then samples
-    `samples[i]` tokens. Prompts and parts of prompts come first, then decodes, then beams.
+    Entry i: row `rows[i]` computes `counts[i]` tokens from position `starts[i]`, then samples `samples[i]` tokens.
+    Prefills (prompts and chunks of prompts) come first, then decodes, then beams.
 
     Attributes:
         step: number of the step, from 1.
         rows, starts, counts: int32 [n].
-        samples: int32 [n]: 0 while a prompt is not finished, n where it forks, 1 for a decode, 0 for a beam.
-        num_prefills: entries that compute tokens known at admission; the first ones.
-        num_decodes: entries after those that decode; their count is 1, or 1 + the number of the row's drafts.
-        candidates: int32 [n], most likely next tokens to report with their log-probabilities (beam search); None
-            if no entry asks for any.
-        drafts: int32 [sum of the decodes' counts - 1], proposed tokens of the decodes, one entry's after the other's.
-        new_rows: rows whose content is new since the last plan, with all that they hold.
+        samples: int32 [n]: 0 for an unfinished prompt, n for a prompt that forks, 1 for a decode, 0 for a beam.
+        num_prefills: number of entries that compute tokens known at admission; these come first.
+        num_decodes: number of decodes, which follow; each has a count of 1 plus the number of its drafted tokens.
+        candidates: int32 [n], number of most likely next tokens to report with their log-probabilities (beam
+            search); None if no entry needs any.
+        drafts: int32 [sum of (count - 1) over the decodes], the drafted tokens of the decodes, concatenated.
+        new_rows: content of the rows that were filled since the last plan.
         freed_rows: rows that were emptied since the last plan.
-        new_blocks: what has changed in the block tables since the last plan.
+        new_blocks: changes to the block tables since the last plan.
         moves: copies of blocks, done before the forward pass.
     """
 
@@ -129,17 +129,17 @@ class StepPlan:
 
     @property
     def decode_rows(self) -> IntArray:
-        """Rows that decode: int32 [num_decodes]."""
+        """Rows of the decodes: int32 [num_decodes]."""
         return self.rows[self.num_prefills : self.num_prefills + self.num_decodes]
 
     @property
     def num_batched_tokens(self) -> int:
-        """Tokens that the step computes, drafts included."""
+        """Number of tokens that the step computes, drafts included."""
         return int(self.counts.sum())
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens known at admission that the step computes, for the first time or again."""
+        """Number of tokens known at admission that the step computes, for the first time or again."""
         return int(self.counts[: self.num_prefills].sum())
 
     @property
@@ -153,9 +153,9 @@ class TokenLogprobs:
     """Log-probabilities at one position, from the model's unmodified logits.
 
     Attributes:
-        token_id: the token that stands there.
+        token_id: the token at the position.
         logprob: its log-probability.
-        rank: 1 if no token is more likely.
+        rank: 1 plus the number of tokens that are more likely.
         top_token_ids: the most likely tokens, best first.
         top_logprobs: their log-probabilities.
     """
@@ -169,19 +169,19 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The runner's answer to a StepPlan, in the order of its entries.
+    """The runner's answer to a StepPlan, in the order of the plan's entries.
 
     Attributes:
-        token_ids: int32 [m], the sampled tokens: `samples[i]` for each entry i, for the request's sequences in their
-            order; if the plan has drafts, `num_accepted` for each decode.
-        num_accepted: int32 [num_decodes], only if the plan has drafts: how many tokens of each decode count, at
-            least 1. The KV of all but the last of them is in place.
-        logprobs: place in `token_ids` → log-probabilities, for rows that asked.
-        candidates: entry → (token, log-probability), best first, for entries that ask for candidates.
-        prompt_logprobs: entry → log-probabilities of the tokens at positions start + 1 … of the prompt, as far as
-            the entry reaches, for rows that asked.
-        drafts: row → int32 [k], tokens that may come next; the next plan may have them checked.
-        errors: (row, why) for sequences that cannot go on.
+        token_ids: int32 [m], the sampled tokens: `samples[i]` tokens for entry i, one for each sequence of the
+            request in order; if the plan has drafts, `num_accepted` tokens for each decode.
+        num_accepted: int32 [num_decodes], number of accepted tokens of each decode, at least 1; None if the plan has
+            no drafts. The KV of all accepted tokens but the last is written.
+        logprobs: index into `token_ids` → log-probabilities, for rows that request them.
+        candidates: entry → (token, log-probability), best first, for entries that need candidates.
+        prompt_logprobs: entry → log-probabilities of the prompt tokens from position start + 1 to the end of the
+            entry, for rows that request them.
+        drafts: row → int32 [k], drafted next tokens; the next plan may include them for verification.
+        errors: (row, message) for sequences that cannot continue.
     """
 
     token_ids: IntArray
@@ -194,5 +194,5 @@ class StepResult:
 
     @staticmethod
     def nothing() -> "StepResult":
-        """The answer to an empty plan."""
+        """Return the answer to an empty plan."""
         return StepResult(NO_NUMBERS)

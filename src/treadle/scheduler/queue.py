@@ -1,4 +1,4 @@
-"""A queue in rank order."""
+"""A queue of requests in rank order."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
@@ -11,13 +11,13 @@ def _rank(request: Request) -> Rank:
 
 
 class RankedQueue:
-    """Requests in rank order, smallest first.
+    """Requests in rank order, smallest rank first.
 
-    A sorted list rather than a heap: what is preempted returns to its place, anybody can be aborted, and
+    A sorted list rather than a heap: preempted requests return to their place, any request can be aborted, and
     observers read the whole queue in order.
 
     Attributes:
-        num_prompt_tokens: length of all prompts in the queue.
+        num_prompt_tokens: total length of the prompts in the queue.
     """
 
     def __init__(self) -> None:
@@ -31,26 +31,26 @@ class RankedQueue:
         return iter(self._requests)
 
     def first(self) -> Request | None:
-        """The request whose turn it is."""
+        """The first request in rank order; None if the queue is empty."""
         return self._requests[0] if self._requests else None
 
     def after(self, request: Request) -> Request | None:
-        """The one behind `request`."""
+        """The request directly behind `request`; None if `request` is the last one."""
         place = self._place(request) + 1
         return self._requests[place] if place < len(self._requests) else None
 
     def add(self, request: Request) -> None:
-        """Put `request` at its rank."""
+        """Insert `request` at its place in rank order."""
         insort(self._requests, request, key=_rank)
         self.num_prompt_tokens += len(request.prompt_token_ids)
 
     def remove(self, request: Request) -> None:
-        """Take `request` out; it must be in the queue."""
+        """Remove `request`, which must be in the queue."""
         del self._requests[self._place(request)]
         self.num_prompt_tokens -= len(request.prompt_token_ids)
 
     def change_ranks(self, ranks: Mapping[Request, Rank]) -> None:
-        """Give requests of the queue, all or some of them, other ranks."""
+        """Change the ranks of some or all requests in the queue and restore the rank order."""
         for request, rank in ranks.items():
             request.rank = rank
         self._requests.sort(key=_rank)

@@ -1,4 +1,4 @@
-"""What only a watcher wants to know of a step: the StepReport beside the plan, and the StepOutputs after it."""
+"""Data for observers: the StepReport that accompanies a plan, and the StepOutputs after the step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from treadle.scheduler.plan import NO_NUMBERS, StepPlan, TokenLogprobs
 from treadle.scheduler.state import SchedulerState
 
 FREE, CACHED = -2, -1
-"""In place of a request's number: a block with nothing in it, and one that only the prefix cache knows."""
+"""Stand for a request's arrival number: an unused block, and a block that only the prefix cache references."""
 
 
 class WaitReason(StrEnum):
-    """Why a request was not admitted. The value is a stable code, for records and metrics; `text` is for people."""
+    """Why a request was not admitted. The value is a stable code for records and metrics; `text` is for display."""
 
     NO_FREE_BLOCKS = "no_free_blocks"
     NO_FREE_SEATS = "no_free_seats"
@@ -31,7 +31,7 @@ class WaitReason(StrEnum):
 
     @property
     def text(self) -> str:
-        """The reason in a few words."""
+        """The reason in a few words, for display."""
         return _WAIT_REASON_TEXTS[self]
 
 
@@ -49,7 +49,7 @@ _WAIT_REASON_TEXTS = {
 
 
 class PreemptionMode(StrEnum):
-    """How a request gives up its blocks: to be computed again, or moved to the host tier."""
+    """What happens to the KV of a preempted request: it is computed again later, or moved to the host tier."""
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
@@ -57,7 +57,7 @@ class PreemptionMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that was looked at and has to go on waiting, and why; those behind it wait for it."""
+    """A request that was considered for the step and has to wait, with the reason."""
 
     request_id: str
     reason: WaitReason
@@ -65,7 +65,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A request that lost its blocks in this step, and for whom (itself, when none was behind it)."""
+    """A preempted request, and the request that needed its blocks (itself if no victim was behind it in rank)."""
 
     request_id: str
     for_request_id: str
@@ -86,11 +86,12 @@ class RunSequence:
     """A sequence in a step.
 
     Attributes:
-        request_id, index: which sequence.
-        kind: what it does.
-        start, count: first position that it computes, and how many tokens.
-        of: tokens to compute before it decodes, for a prefill; else tokens known.
-        num_samples: tokens to sample.
+        request_id, index: the request, and the index of the sequence in it.
+        kind: what the sequence does.
+        start, count: position of the first computed token, and number of computed tokens.
+        of: for a prefill, the number of tokens to compute before the sequence decodes; else the number of known
+            tokens.
+        num_samples: number of tokens to sample.
     """
 
     request_id: str
@@ -104,7 +105,7 @@ class RunSequence:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that is new since the step before."""
+    """A request that arrived after the previous step was planned."""
 
     request_id: str
     num_prompt_tokens: int
@@ -116,13 +117,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockHolders:
-    """Who holds which block of the device tier.
+    """Which request holds each block of the device tier.
 
     Attributes:
-        holders: int32 [num_blocks], a request's arrival number, FREE or CACHED. A block that several sequences share
-            is told under the first of their requests in rank.
-        is_shared: bool [num_blocks].
-        names: arrival number → request.
+        holders: int32 [num_blocks], the arrival number of a request, FREE or CACHED. For a shared block this is the
+            first in rank of the requests that share it.
+        is_shared: bool [num_blocks], whether several block tables contain the block.
+        names: arrival number → request id.
     """
 
     holders: IntArray
@@ -132,15 +133,14 @@ class BlockHolders:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepDetails:
-    """The state of queues and blocks as a step was planned; only made if an observer wants it.
+    """Queues and blocks when a step was planned; collected only if an observer wants them.
 
     Attributes:
         ran: the sequences in the step, in the plan's order.
-        waiting, swapped: requests in the order in which they go.
-        running: running requests in rank order.
-        arrived: requests that were added since the step before, those that have ended since among them.
-        num_blocks: how many blocks are in which state, see `count_blocks`.
-        holders: who holds which block.
+        waiting, swapped, running: ids of the requests in each queue, in rank order.
+        arrived: requests that were added since the previous step, including those that have ended already.
+        num_blocks: number of blocks in each state, see `count_blocks`.
+        holders: which request holds each block.
     """
 
     ran: tuple[RunSequence, ...]
@@ -154,14 +154,14 @@ class StepDetails:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Lengths of the queues and use of the KV cache at one moment.
+    """Queue lengths and usage of the KV cache at one moment.
 
     Attributes:
-        num_waiting_requests, num_running_requests, num_swapped_requests: requests in each queue.
-        num_running_sequences: sequences of the running requests.
-        kv_cache_usage: fraction of the device tier that sequences hold, 0 to 1.
-        num_blocks: blocks by state, see `count_blocks`.
-        num_prefix_queries, num_prefix_hits: tokens looked up and found in the prefix cache so far.
+        num_waiting_requests, num_running_requests, num_swapped_requests: number of requests in each queue.
+        num_running_sequences: number of sequences of the running requests.
+        kv_cache_usage: fraction of the device blocks that sequences hold, 0 to 1.
+        num_blocks: number of blocks in each state, see `count_blocks`.
+        num_prefix_queries, num_prefix_hits: tokens looked up and tokens found in the prefix cache so far.
     """
 
     num_waiting_requests: int
@@ -176,14 +176,14 @@ class SchedulerStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchedulerSnapshot:
-    """Queues and blocks between two steps. The requests are the live ones: read them before the next step.
+    """Queues and blocks between two steps. The requests are live objects, so read them before the next step.
 
     Attributes:
         time: seconds on the engine's clock.
         step: number of the latest step.
-        waiting, running, swapped: requests of each queue in rank order.
-        num_blocks: blocks by state, see `count_blocks`.
-        holders: who holds which block.
+        waiting, running, swapped: requests of each queue, in rank order.
+        num_blocks: number of blocks in each state, see `count_blocks`.
+        holders: which request holds each block.
         config, cache_config: the scheduler's settings.
     """
 
@@ -200,19 +200,19 @@ class SchedulerSnapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepReport:
-    """What the scheduler did in planning a step, and why.
+    """What the scheduler decided when it planned a step, and why.
 
     Attributes:
         plan: the step.
-        time: seconds on the engine's clock when it was planned.
-        preempted: who lost its blocks while the step was planned.
-        swapped_in: who came back from the host tier.
-        ignored: who was ended with an error, because it cannot go on even alone.
-        refusals: who was looked at and has to wait, and why.
-        num_waiting: requests in the waiting queue after planning.
-        num_running: sequences that run after planning.
-        num_used_blocks: blocks of the device tier that sequences hold after planning.
-        details: queues and blocks, if an observer wants them.
+        time: seconds on the engine's clock when the step was planned.
+        preempted: requests that lost their blocks.
+        swapped_in: ids of the requests that were swapped in.
+        ignored: ids of the requests that ended with an error because they cannot continue even alone.
+        refusals: requests that were considered and have to wait, with the reasons.
+        num_waiting: number of waiting requests after planning.
+        num_running: number of running sequences after planning.
+        num_used_blocks: number of device blocks that sequences hold after planning.
+        details: queues and blocks; None unless an observer wants them.
     """
 
     plan: StepPlan
@@ -232,16 +232,16 @@ class StepOutputs:
     """What a step changed.
 
     Attributes:
-        sequences: object [n], the sequences that got a token; with drafts one may get several, in order.
-        token_ids: int32 [n], the tokens.
-        logprobs: place in `sequences` → log-probabilities, for sequences that asked.
-        prompt_logprobs: request, position of the first token, log-probabilities of the tokens from there.
-        num_generated_tokens: tokens that the step generated; each beam that goes on or ends has generated one.
-        num_prompt_tokens: prompt tokens computed for the first time.
-        num_recomputed_tokens: known tokens computed again after a preemption.
-        num_cached_tokens: prompt tokens of newly admitted requests that the prefix cache held.
-        token_gaps: float64 [m], seconds since the token before, for sequences that had one.
-        first_token_waits: seconds from arrival to the first token, for requests that got it.
+        sequences: object [n], the sequence of each new token; with drafts, a sequence may have several in a row.
+        token_ids: int32 [n], the new tokens.
+        logprobs: index into `sequences` → log-probabilities, for sequences that request them.
+        prompt_logprobs: (request, position of the first token, log-probabilities from that position on).
+        num_generated_tokens: number of generated tokens; each beam that continues or ends counts one.
+        num_prompt_tokens: number of prompt tokens computed for the first time.
+        num_recomputed_tokens: number of known tokens computed again after a preemption.
+        num_cached_tokens: number of prompt tokens found in the prefix cache, over newly admitted requests.
+        token_gaps: float64 [m], seconds between a token and the previous one of its sequence.
+        first_token_waits: seconds from arrival to first token, for requests that got their first token.
     """
 
     sequences: npt.NDArray[np.object_]
@@ -257,17 +257,17 @@ class StepOutputs:
 
     @staticmethod
     def nothing() -> "StepOutputs":
-        """Of a step that changed nothing."""
+        """Return the outputs of a step that changed nothing."""
         return StepOutputs(np.empty(0, dtype=np.object_), NO_NUMBERS)
 
 
 def describe_step(state: SchedulerState, plan: StepPlan, arrived: Iterable[Request]) -> StepDetails:
-    """The details of a step that has just been planned.
+    """Return the details of a step that was just planned.
 
     Args:
-        state: of the scheduler, before the step runs.
+        state: the scheduler's state, before the step runs.
         plan: the step.
-        arrived: requests that were added since the step before.
+        arrived: requests that were added since the previous step.
     """
     return StepDetails(
         ran=tuple(_describe_entry(state, plan, i) for i in range(len(plan.rows))),
@@ -301,7 +301,7 @@ def _describe_arrival(request: Request) -> Arrival:
 
 
 def count_blocks(state: SchedulerState) -> dict[str, int]:
-    """How many blocks of the two tiers are in which state: referenced, cached, free, host_used, host_free."""
+    """Return the number of blocks in each state: referenced, cached, free, host_used, host_free."""
     pool, host = state.kv.pool, state.kv.host_pool
     return {
         "referenced": pool.num_blocks - pool.num_available,
@@ -313,7 +313,7 @@ def count_blocks(state: SchedulerState) -> dict[str, int]:
 
 
 def block_holders(state: SchedulerState) -> BlockHolders:
-    """Who holds which block of the device tier now."""
+    """Return which request holds each block of the device tier now."""
     kv, batch = state.kv, state.batch
     holders: IntArray = np.full(kv.pool.num_blocks, FREE, dtype=np.int32)
     holders[kv.pool.cached_idle_block_ids()] = CACHED

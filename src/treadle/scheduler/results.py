@@ -1,4 +1,4 @@
-"""Takes a step's result into the requests: tokens are appended, sequences fork and end, beams are replaced."""
+"""Applies a step's result to the requests: appends tokens, forks and ends sequences, replaces beams."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,10 @@ ObjectArray = npt.NDArray[np.object_]
 
 
 def take_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> StepOutputs:
-    """Take the result of `plan` into the requests.
+    """Apply the result of `plan` to the requests.
 
     Args:
-        state: of the scheduler, as it was when the step was planned, aborts aside.
+        state: the scheduler's state; its running requests are unchanged since the step was planned.
         plan: the step.
         result: the runner's answer.
     """
@@ -87,11 +87,11 @@ def _awaiting_first_token(plan: StepPlan, planned: ObjectArray) -> list[Request]
 
 
 def _take_prefills(state: SchedulerState, plan: StepPlan, planned: ObjectArray) -> tuple[list[Sequence], int, int]:
-    """Known tokens are computed, and prompts fork.
+    """Record the computed tokens of the prefills, and fork the requests that sample several sequences.
 
     Returns:
-        The sequences that get a token, in the result's order; how many prompt tokens were computed for the first
-        time; and how many known tokens were computed again.
+        The sequences that get a token, in the result's order; the number of prompt tokens computed for the first
+        time; and the number of known tokens computed again.
     """
     targets: list[Sequence] = []
     num_first = num_recomputed = 0
@@ -99,7 +99,7 @@ def _take_prefills(state: SchedulerState, plan: StepPlan, planned: ObjectArray) 
         seq: Sequence = planned[i]
         start, count, num_samples = int(plan.starts[i]), int(plan.counts[i]), int(plan.samples[i])
         num_recomputed += min(max(seq.num_ever_computed_tokens - start, 0), count)
-        # The last token before a preemption is known, never computed, and no prompt token.
+        # The last token sampled before a preemption is neither a prompt token nor computed before.
         num_first += max(min(start + count, seq.num_prompt_tokens) - max(start, seq.num_ever_computed_tokens), 0)
         lifecycle.computed(state, seq, start + count)
         if num_samples == 1:
@@ -110,7 +110,7 @@ def _take_prefills(state: SchedulerState, plan: StepPlan, planned: ObjectArray) 
 
 
 def _append(state: SchedulerState, rows: IntArray, token_ids: IntArray, sequences: ObjectArray, now: float) -> None:
-    """Append one token to each of the distinct `rows`, and end the sequences that have come to an end."""
+    """Append one token to each of the distinct `rows`, and end the sequences that have reached their end."""
     batch = state.batch
     ended = batch.append_tokens(rows, token_ids, now)
     for i in np.flatnonzero(ended).tolist():
@@ -125,18 +125,19 @@ def _append_rounds(
     result: StepResult,
     now: float,
 ) -> tuple[ObjectArray, IntArray, dict[int, TokenLogprobs]]:
-    """Append several tokens to some rows: first everybody's first one, then the second ones, …
+    """Append one or more tokens to each row, in rounds: the first token of every row, then the second, and so on.
 
     Args:
-        state: of the scheduler.
+        state: the scheduler's state.
         rows: int32 [n].
-        num_tokens: int32 [n], how many tokens of the result are each row's.
-        sequences: object [n].
-        result: with the tokens, a row's one after the other.
+        num_tokens: int32 [n], number of tokens for each row.
+        sequences: object [n], the sequences of `rows`.
+        result: the runner's answer; its tokens are ordered by row.
         now: seconds on the engine's clock.
 
     Returns:
-        Sequences and tokens, without what came after a sequence's end, and the log-probabilities by their places.
+        The sequence of each token and the tokens, without those after the end of a sequence, and the
+        log-probabilities by index into them.
     """
     batch = state.batch
     first = num_tokens.cumsum() - num_tokens
@@ -156,7 +157,7 @@ def _append_rounds(
 def _take_beams(
     state: SchedulerState, plan: StepPlan, result: StepResult, planned: ObjectArray
 ) -> tuple[int, TimeArray]:
-    """Every beam search goes on or ends; returns how many tokens were generated, and the beams' token gaps."""
+    """Advance every beam search; return the number of generated tokens and the token gaps of the beams."""
     searches: dict[Request, list[tuple[Sequence, tuple[tuple[int, float], ...]]]] = {}
     now, gaps = state.clock.now(), []
     for i in range(plan.num_prefills + plan.num_decodes, len(plan.rows)):
@@ -178,7 +179,7 @@ def _end_by_token(state: SchedulerState, seq: Sequence, token_id: int) -> None:
 
 
 def _fail_request(state: SchedulerState, seq: Sequence, error: str) -> None:
-    """The runner could not go on with a sequence: its request ends, also if the last token has just ended it."""
+    """End the request of a sequence that failed in the runner, even if this step's token has already ended it."""
     request = seq.request
     if seq.is_finished:
         seq.finish_reason = FinishReason.ERROR

@@ -1,8 +1,8 @@
-"""The scheduler: three verbs (add, schedule, update) over three queues: waiting, running, swapped.
+"""The scheduler: the verbs add, schedule and update over the queues waiting, running and swapped.
 
-It knows requests, rows and block ids. It knows no tensors, no text and no threads. What moves a request from
-queue to queue is in lifecycle.py, what a step may do in phases.py, which of it a step does in policies/, and what
-its result changes in results.py.
+The scheduler handles requests, rows and block ids, and no tensors, text or threads. The transitions between queues
+are in lifecycle.py, the phases of a step in phases.py, the choice of phases in policies/, and the handling of results
+in results.py.
 """
 
 import operator
@@ -18,7 +18,7 @@ from treadle.scheduler.ageing import Ageing
 from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.phases import Phases
 from treadle.scheduler.plan import StepPlan, StepResult
-from treadle.scheduler.policies.at_work import GuardedStep, PoliciesAtWork
+from treadle.scheduler.policies.active import ActivePolicies, GuardedStep
 from treadle.scheduler.policies.base import Moment
 from treadle.scheduler.policies.registry import needs_whole_prompts
 from treadle.scheduler.queue import RankedQueue
@@ -37,17 +37,20 @@ from treadle.scheduler.state import SchedulerState
 
 
 class Scheduler:
-    """Decides what each step runs, and takes the step's result back into the requests.
+    """Decides what each step runs, and applies the step's result to the requests.
 
     Args:
-        config: limits and policies. `max_model_len` must fit the pool: one sequence can always run alone.
+        config: limits and policies. `max_model_len` must fit the pool, so that one sequence can always run alone.
         cache_config: shape of the KV cache.
-        clock: where times come from.
+        clock: source of all times, in seconds; the system clock if None.
 
     Attributes:
         config, cache_config: as given.
-        report: what became of whom in planning the latest step.
-        wants_details: whether reports are to have details.
+        report: the report of the latest step; None before the first step.
+        wants_details: whether reports include details.
+
+    Raises:
+        ConfigError: a limit does not fit the pool or the policy, or a policy is unknown or invalid.
     """
 
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, clock: Clock | None = None) -> None:
@@ -55,13 +58,13 @@ class Scheduler:
             raise ConfigError(
                 "max_model_len",
                 f"must be at most the {cache_config.num_slots} tokens that the KV pool holds "
-                f"({cache_config.num_blocks} blocks of {cache_config.block_size}); got {config.max_model_len}",
+                f"({cache_config.num_blocks} blocks of {cache_config.block_size} tokens), got {config.max_model_len}",
             )
         if needs_whole_prompts(config.scheduler) and config.max_num_batched_tokens < config.max_model_len:
             raise ConfigError(
                 "max_num_batched_tokens",
-                f"must be at least max_model_len ({config.max_model_len}) under {config.scheduler!r}, which "
-                f"computes prompts whole; got {config.max_num_batched_tokens}",
+                f"must be at least max_model_len ({config.max_model_len}) with scheduler {config.scheduler!r}, which "
+                f"computes prompts whole, got {config.max_num_batched_tokens}",
             )
         self.config = config
         self.cache_config = cache_config
@@ -79,7 +82,7 @@ class Scheduler:
             clock=self._clock,
             kv=kv,
             batch=RunningBatch(config.max_num_seqs, config.max_model_len),
-            policies=PoliciesAtWork(config, kv),
+            policies=ActivePolicies(config, kv),
         )
         self.report: StepReport | None = None
         self.wants_details = False
@@ -94,7 +97,7 @@ class Scheduler:
 
     @property
     def kv(self) -> KVCacheManager:
-        """Who holds which blocks."""
+        """The KV cache manager, which owns the block tables."""
         return self._state.kv
 
     @property
@@ -109,26 +112,26 @@ class Scheduler:
 
     @property
     def swapped(self) -> RankedQueue:
-        """Requests whose blocks rest in the host tier, in rank order."""
+        """Requests whose blocks are in the host tier, in rank order."""
         return self._state.swapped
 
     @property
     def num_steps(self) -> int:
-        """Steps planned so far; the number of the last one."""
+        """Number of steps planned so far, which is the number of the latest step."""
         return self._state.step
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests waiting, running or swapped."""
+        """Number of waiting, running and swapped requests."""
         return len(self._state.requests)
 
     @property
     def has_undelivered_requests(self) -> bool:
-        """Whether requests have ended that `take_finished` has not handed out."""
+        """Whether requests have ended that `take_finished` has not returned yet."""
         return bool(self._state.finished)
 
     def stats(self) -> SchedulerStats:
-        """Lengths of the queues and use of the KV cache now. Cheap, and safe to call from any thread."""
+        """Return queue lengths and KV cache usage now. Cheap, and safe to call from any thread."""
         state, kv = self._state, self._state.kv
         num_waiting, num_swapped = len(state.waiting), len(state.swapped)
         return SchedulerStats(
@@ -143,7 +146,7 @@ class Scheduler:
         )
 
     def snapshot(self) -> SchedulerSnapshot:
-        """Queues and blocks now; to be called between two steps."""
+        """Return the queues and blocks now. Call it between two steps."""
         state = self._state
         return SchedulerSnapshot(
             time=self._clock.now(),
@@ -158,15 +161,15 @@ class Scheduler:
         )
 
     def unfinished_requests(self) -> list[Request]:
-        """Every request that is waiting, running or swapped, in order of arrival."""
+        """Return all waiting, running and swapped requests, in order of arrival."""
         return list(self._state.requests.values())
 
     def find(self, request_id: str) -> Request | None:
-        """The unfinished request of that name."""
+        """Return the unfinished request with this id; None if there is none."""
         return self._state.requests.get(request_id)
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequestError if `request` could never be added, Overloaded if not now."""
+        """Raise InvalidRequestError if `request` can never run, Overloaded if the queue is full."""
         config, waiting = self.config, self._state.waiting
         if request.request_id in self._state.requests or request.request_id in self._state.finished:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already in use")
@@ -178,15 +181,15 @@ class Scheduler:
             )
         if request.lora is not None and config.max_loras < 1:
             raise InvalidRequestError(
-                "lora_request", f"adapter {request.lora.lora_name!r}: adapters are off (max_loras is 0)"
+                "lora_request", f"adapter {request.lora.lora_name!r}: adapters are disabled (max_loras is 0)"
             )
-        for limit, queued, new, what in (
+        for limit, queued, new, noun in (
             (config.max_num_queued_requests, len(waiting), 1, "requests"),
             (config.max_num_queued_tokens, waiting.num_prompt_tokens, num_tokens, "prompt tokens"),
         ):
             if limit is not None and queued + new > limit:
                 raise Overloaded(
-                    f"the queue is full: {queued} {what} wait and at most {limit} may; try again later",
+                    f"the queue is full: {queued} {noun} are waiting and the limit is {limit}; try again later",
                     len(waiting),
                     waiting.num_prompt_tokens,
                 )
@@ -194,7 +197,7 @@ class Scheduler:
     # Commands
 
     def add(self, request: Request) -> None:
-        """Queue `request`; InvalidRequestError if it can never run, Overloaded if the queue is full."""
+        """Queue `request`. Raises InvalidRequestError if it can never run, Overloaded if the queue is full."""
         self.check(request)
         request.arrival_number = self._num_added
         request.rank = (1, self._state.policies.key(request), request.arrival_number)
@@ -208,30 +211,30 @@ class Scheduler:
         self._arrived.append(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request early; while a step executes this takes effect after it. Unknown ids are ignored."""
+        """End a request early; takes effect after the step that is executing. Unknown ids are ignored."""
         if self._plan is not None:
             self._aborts_after_step.append(request_id)
         else:
             self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """End a request between steps and free its blocks. Unknown or finished ids are ignored."""
+        """End a request between steps and free its blocks. Ids of unknown or finished requests are ignored."""
         request = self._state.requests.get(request_id)
         if request is not None:
             lifecycle.end_request(self._state, request, reason, error=error)
 
     def finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End one sequence of a request between steps. A finished one is ignored."""
+        """End one sequence of a request between steps. A finished sequence is ignored."""
         if not seq.is_finished:
             lifecycle.end_sequence(self._state, seq, reason, stop_reason)
 
     def take_finished(self) -> list[Request]:
-        """Hand out the requests that have ended since the last call, each once."""
+        """Return the requests that have ended since the last call, each exactly once."""
         finished, self._state.finished = self._state.finished, {}
         return list(finished.values())
 
     def schedule(self) -> StepPlan:
-        """Plan the next step. The result must come back through `update` or `fail` before the next call."""
+        """Plan the next step. Call `update` or `fail` with the plan before the next call."""
         if self._plan is not None:
             raise EngineError("schedule() was called again before update() or fail()")
         state = self._state
@@ -251,24 +254,24 @@ class Scheduler:
         self._watch_progress(plan, has_changed=self._queue_lengths() != before)
         for preemption in report.preempted:
             request = state.requests.get(preemption.request_id)
-            if request is not None:  # else it was given up in the same step
+            if request is not None:  # else it ended in the same step
                 self._ageing.watch(request)
         self._plan, self.report = plan, report
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Take a step's result into the requests: append tokens, see who has ended, free what they held."""
+        """Apply a step's result to the requests: append tokens, end finished sequences and free their blocks."""
         self._close(plan)
         if self._state.policies.observes_tokens:
-            self._tell_tokens(plan, result)
+            self._report_tokens(plan, result)
         outputs = take_result(self._state, plan, result)
         self._apply_aborts()
         return outputs
 
     def fail(self, plan: StepPlan, error: str) -> None:
-        """The step could not be run: end its requests with an error and free their blocks.
+        """End the requests of a step that could not be executed, with an error, and free their blocks.
 
-        Requests whose blocks were to be moved between the tiers are computed again instead.
+        Requests that the step was to swap in or out are recomputed instead.
         """
         self._close(plan)
         assert self.report is not None
@@ -286,8 +289,8 @@ class Scheduler:
 
     # Inside
 
-    def _tell_tokens(self, plan: StepPlan, result: StepResult) -> None:
-        """Tell the policies how many tokens the step has computed and generated for each request."""
+    def _report_tokens(self, plan: StepPlan, result: StepResult) -> None:
+        """Report to the policies how many tokens the step has computed and generated for each request."""
         sequences = self._state.batch.sequences
         num_tokens: dict[Request, tuple[int, int]] = {}
 
@@ -310,7 +313,7 @@ class Scheduler:
             self._state.policies.tokens(request, *tokens)
 
     def _renew_ranks(self) -> None:
-        """Ask the order again where it has changed its mind, or where another one has taken its place."""
+        """Compute the ranks again if the order reports its keys stale, or if the order was replaced."""
         state, policies = self._state, self._state.policies
         if policies.changes_while_waiting:
             num_waiting = len(state.waiting) + len(state.swapped)
@@ -325,7 +328,7 @@ class Scheduler:
                 lifecycle.change_rank(state, request, (1, policies.key(request), request.arrival_number))
 
     def _run_phases(self, phases: Phases, before: tuple[int, int, int]) -> None:
-        """Let the phase policy plan the step; where it would stand still, the default takes its place."""
+        """Let the phase policy plan the step; replace the policy if the step would make no progress."""
         policies = self._state.policies
         policies.run(GuardedStep(phases))
         phases.use_up_budget()
@@ -347,21 +350,24 @@ class Scheduler:
         return len(self.waiting), len(self.swapped), len(self.batch)
 
     def _watch_progress(self, plan: StepPlan, has_changed: bool) -> None:
-        """A step that runs nothing must have changed a queue, and the next one must run something."""
+        """Raise EngineError if the scheduler is stuck.
+
+        A step that runs nothing must change a queue, and the step after it must run something.
+        """
         if not plan.is_empty or not self._state.requests:
             self._num_empty_steps = 0
             return
         self._num_empty_steps += 1
         if self._num_empty_steps >= 2 or not has_changed:
             raise EngineError(
-                f"the scheduler is stuck at step {plan.step}: {len(self.waiting)} requests wait, "
-                f"{len(self.swapped)} are swapped, {len(self.batch)} sequences run, "
+                f"the scheduler is stuck at step {plan.step}: {len(self.waiting)} requests are waiting, "
+                f"{len(self.swapped)} are swapped, {len(self.batch)} sequences are running, "
                 f"{self.kv.num_available_blocks} blocks are available"
             )
 
 
 def derive_seed(engine_seed: int, arrival_number: int) -> int:
-    """A seed for a request without one: SplitMix64 over both numbers (Steele, Lea and Flood 2014)."""
+    """Return the seed of a request without one: SplitMix64 of both numbers (Steele, Lea and Flood 2014)."""
     mask = 2**64 - 1
     z = (operator.index(engine_seed) + (arrival_number + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -1,4 +1,4 @@
-"""What the scheduler is at a moment: queues, rows, blocks. Plain data; lifecycle.py changes it."""
+"""The scheduler's state: queues, rows and blocks. Plain data; the transitions are in lifecycle.py."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +8,13 @@ from treadle.core.request import Request
 from treadle.kvcache import KVCacheManager
 from treadle.scheduler.batch import RunningBatch
 from treadle.scheduler.beams import BeamSearch
-from treadle.scheduler.policies.at_work import PoliciesAtWork
+from treadle.scheduler.policies.active import ActivePolicies
 from treadle.scheduler.queue import RankedQueue
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRefusal:
-    """The state in which a request found too few blocks. Until it changes for the better, so it stays."""
+    """The conditions under which a request was refused for lack of blocks; see `guards.is_no_better`."""
 
     request: Request
     num_available_blocks: int
@@ -27,24 +27,25 @@ class SchedulerState:
     """Queues, rows and blocks.
 
     Attributes:
-        config, clock, kv, batch, policies: what the phases work with.
-        waiting, swapped: queues in rank order; the running queue is the batch.
-        requests: every unfinished request by name.
-        finished: requests that have ended and not been handed out yet, by name. Their names are still in use.
-        beams: the searches of running, waiting or swapped requests that use beams.
-        adapters: LoRA adapter → running requests that use it.
-        num_cached_tokens: prompt tokens that the cache held, of requests admitted in the step that is planned.
-        step: number of the step that is planned.
-        block_refusal: why the first waiting request was refused last.
-        vain_displacement: the state in which all running requests of worse priority together would not have made
-            room for it.
+        config, clock, kv, batch, policies: collaborators that the phases use.
+        waiting, swapped: queues in rank order; the batch is the running queue.
+        requests: request id → unfinished request.
+        finished: request id → request that has ended and that `take_finished` has not returned yet; its id is still
+            in use.
+        beams: the searches of the unfinished requests that use beam search.
+        adapters: LoRA adapter id → number of running requests that use it.
+        num_cached_tokens: prompt tokens found in the prefix cache, over the requests admitted in the current step.
+        step: number of the latest step.
+        block_refusal: the last refusal of the first waiting request for lack of blocks.
+        vain_displacement: the last refusal to displace for the first waiting request, because preempting all
+            running requests of worse priority would not have made enough room.
     """
 
     config: SchedulerConfig
     clock: Clock
     kv: KVCacheManager
     batch: RunningBatch
-    policies: PoliciesAtWork
+    policies: ActivePolicies
     waiting: RankedQueue = field(default_factory=RankedQueue)
     swapped: RankedQueue = field(default_factory=RankedQueue)
     requests: dict[str, Request] = field(default_factory=dict)

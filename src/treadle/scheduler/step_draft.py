@@ -1,4 +1,4 @@
-"""A step in the making: what is in it so far, and what became of whom on the way."""
+"""A step being built: what it runs so far, and which requests were preempted, swapped in or refused."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ from treadle.scheduler.state import SchedulerState
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Known tokens of a sequence that the step computes: a prompt, or a part of one.
+    """Known tokens of a sequence that the step computes: a prompt or a chunk of one.
 
     Attributes:
-        seq: whose.
-        start, count: position of the first token, and how many.
-        num_samples: tokens to sample after the last one: 0 while more is to be computed, several at a fork.
-        num_candidates: most likely next tokens to report (beam search).
+        seq: the sequence.
+        start, count: position of the first token, and number of tokens.
+        num_samples: number of tokens to sample: 0 if known tokens remain to be computed, several at a fork.
+        num_candidates: number of most likely next tokens to report (beam search).
     """
 
     seq: Sequence
@@ -33,13 +33,13 @@ class Part:
 
 
 class StepDraft:
-    """What the phases have put into a step so far.
+    """What the phases have added to a step so far.
 
     Attributes:
         state: queues, rows and blocks.
-        remaining_tokens: what is left of the token budget.
-        parts: prompts and parts of prompts.
-        decode_rows: int32 [n], plain decodes.
+        remaining_tokens: number of tokens left in the budget.
+        parts: prompts and chunks of prompts.
+        decode_rows: int32 [n], rows that decode, beams excluded.
         preempted: requests that have lost their blocks in this step.
     """
 
@@ -49,22 +49,22 @@ class StepDraft:
         self.parts: list[Part] = []
         self.decode_rows: IntArray = NO_NUMBERS
         self.preempted: list[Preemption] = []
-        self._num_drafts: dict[int, int] = {}  # of the decode rows that have any, in their order
+        self._num_drafts: dict[int, int] = {}  # row → number of drafted tokens, in the order of decode_rows
         self._beams: IntArray = NO_NUMBERS
         self._swapped_in: list[str] = []
         self._ignored: list[str] = []
-        self._refusals: dict[str, Refusal] = {}  # of each request the last one
+        self._refusals: dict[str, Refusal] = {}  # request id → its latest refusal
         self._swap_outs: BlockPairs = []
         self._swap_ins: BlockPairs = []
         self._copies: dict[Request, BlockPairs] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in the step so far."""
+        """Whether the step runs nothing so far."""
         return not self.parts and not len(self.decode_rows) and not len(self._beams)
 
     def rows_in_step(self) -> BoolArray:
-        """Which rows are in the step: bool [rows]."""
+        """Return which rows are in the step: bool [rows]."""
         is_in_step: BoolArray = np.zeros(self.state.config.max_num_seqs, dtype=np.bool_)
         is_in_step[self.decode_rows] = True
         is_in_step[self._beams] = True
@@ -75,7 +75,7 @@ class StepDraft:
     # Prompts
 
     def add_prompt(self, seq: Sequence, limit: int) -> None:
-        """Compute the next of a sequence's known tokens, at most `limit`."""
+        """Compute the next known tokens of a sequence, at most `limit`."""
         request = seq.request
         params = request.sampling_params
         assert seq.row is not None
@@ -91,7 +91,7 @@ class StepDraft:
         self.remaining_tokens -= count
 
     def take_back(self, seq: Sequence) -> None:
-        """Take the part of a prompt out again, if it is in the step, so that a larger one can take its place."""
+        """Remove the sequence's chunk from the step, if there is one, so that a larger chunk can replace it."""
         for place, part in enumerate(self.parts):
             if part.seq is seq:
                 self.remaining_tokens += self.parts.pop(place).count
@@ -100,7 +100,11 @@ class StepDraft:
     # Decodes
 
     def add_decodes(self, rows: IntArray) -> None:
-        """Let `rows` decode, int32 [n], with as many drafts as there is room for; they have their blocks."""
+        """Add decodes, with as many drafted tokens as fit.
+
+        Args:
+            rows: int32 [n]; the blocks for their next tokens are allocated.
+        """
         batch = self.state.batch
         self.remaining_tokens -= len(rows)
         if batch.has_beams:
@@ -112,9 +116,9 @@ class StepDraft:
             self._take_drafts(rows)
 
     def _take_drafts(self, rows: IntArray) -> None:
-        """Let decodes check the tokens that the runner proposes, as far as budget and free blocks go.
+        """Add the drafted tokens of `rows` to the step, as far as the budget and the free blocks allow.
 
-        A draft that finds no room is dropped: none preempts anybody, or ends a sequence early.
+        Drafted tokens that do not fit are dropped: they never preempt a request or end a sequence early.
         """
         batch, kv, most = self.state.batch, self.state.kv, self.state.config.num_lookahead_slots
         for i, row in enumerate(rows.tolist()):
@@ -122,7 +126,7 @@ class StepDraft:
             if draft is None:
                 continue
             num_tokens = int(batch.num_tokens[row])
-            # The last token that a sequence may have needs no KV.
+            # The last token of a sequence needs no KV.
             room = int(batch.token_limits[row]) - num_tokens - 1
             count = min(len(draft), most, room, self.remaining_tokens)
             one = rows[i : i + 1]
@@ -136,7 +140,7 @@ class StepDraft:
                 self.remaining_tokens -= count
 
     def grow(self, request: Request, sequences: list[Sequence]) -> None:
-        """Take the blocks that sequences of one request need to decode; the caller has seen to it."""
+        """Allocate the blocks that sequences of one request need to decode; the caller has made sure they fit."""
         kv, batch = self.state.kv, self.state.batch
         rows = rows_of(sequences)
         missing = kv.missing_blocks(rows, batch.num_tokens[rows])
@@ -147,24 +151,24 @@ class StepDraft:
             if pairs:
                 self._copies[request] = pairs
 
-    # What becomes of requests
+    # Decisions about requests
 
     def refuse(self, request: Request, reason: WaitReason) -> None:
-        """Note why a request does not run in this step."""
+        """Record why a request does not run in this step."""
         self._refusals[request.request_id] = Refusal(request.request_id, reason)
 
     def accept(self, request: Request) -> None:
-        """The request runs after all."""
+        """Drop the refusal of a request that runs in this step after all."""
         self._refusals.pop(request.request_id, None)
 
     def swap_in(self, request: Request) -> None:
-        """From swapped to running; the caller has checked that there is room."""
+        """Move a request from swapped to running; the caller has made sure it fits."""
         self._swap_ins += lifecycle.swap_in(self.state, request)
         self._swapped_in.append(request.request_id)
         self.accept(request)
 
     def preempt(self, request: Request, for_request: Request) -> None:
-        """Take row and blocks from a running request, to make room for another one or because it finds none."""
+        """Preempt a running request to make room for `for_request`, which may be the request itself."""
         state = self.state
         mode = self._preemption_mode(request)
         self._swap_outs += lifecycle.preempt(state, request, mode, for_request)
@@ -172,7 +176,11 @@ class StepDraft:
         self.preempted.append(Preemption(request.request_id, for_request.request_id, mode))
 
     def _preemption_mode(self, request: Request) -> PreemptionMode:
-        """One seat is computed again, several are swapped, unless the caller forces either or there is no room."""
+        """Return the mode for a request.
+
+        `auto` recomputes a request with one seat and swaps one with more. A request that cannot be swapped out is
+        recomputed.
+        """
         wanted = self.state.config.preemption_mode
         if wanted == "recompute" or (wanted == "auto" and request.num_seats == 1):
             return PreemptionMode.RECOMPUTE
@@ -181,21 +189,21 @@ class StepDraft:
         return PreemptionMode.SWAP
 
     def give_up(self, request: Request) -> None:
-        """The request cannot go on even alone: it ends with an error and what it has so far."""
+        """End a request that cannot continue even alone, with an error and its output so far."""
         pool = self.state.kv.pool
         lifecycle.end_request(
             self.state,
             request,
             FinishReason.ERROR,
-            error=f"its {len(request.live_sequences)} sequences need more than the {pool.num_blocks} KV blocks "
-            f"that there are; raise num_kv_blocks or kv_cache_memory, or lower n",
+            error=f"its {len(request.live_sequences)} sequences need more than the {pool.num_blocks} blocks of the "
+            f"KV cache; raise num_kv_blocks or kv_cache_memory, or lower n",
         )
         self._ignored.append(request.request_id)
 
     # The end
 
     def plan(self) -> StepPlan:
-        """Close the step."""
+        """Return the plan of the step; ends the draft."""
         state, batch, kv, parts = self.state, self.state.batch, self.state.kv, self.parts
         rows = self.decode_rows
         num_decodes = len(rows)
@@ -247,7 +255,7 @@ class StepDraft:
         )
 
     def report(self, plan: StepPlan) -> StepReport:
-        """What became of whom in planning the step."""
+        """Return the report that accompanies `plan`."""
         self._explain_first_waiting()
         state = self.state
         return StepReport(

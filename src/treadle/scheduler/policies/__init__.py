@@ -1,8 +1,8 @@
-"""What a user or a third party can choose: which phases a step runs, who goes first, and who is preempted first.
+"""Scheduling policies: which phases a step runs, in which order requests go, and which request is preempted first.
 
-Whoever writes a policy needs what this module exports; docs/scheduler.md shows how. `base` says what a policy is,
-`registry` finds one by name and checks it, `at_work` keeps one that fails from harming anybody; every other file
-holds policies.
+This module exports everything that the author of a policy needs; docs/scheduler.md shows how to write one. `base`
+defines the interfaces, `registry` finds a policy by name and checks it, and `active` isolates a policy that fails.
+The other files contain the built-in policies.
 """
 
 from treadle.scheduler.policies.base import (

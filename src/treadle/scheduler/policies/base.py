@@ -1,7 +1,8 @@
-"""What a policy is. A policy sees and chooses; only the scheduler changes anything.
+"""The interfaces of policies. A policy only reads and decides; all changes are made by the scheduler.
 
-There are three kinds: a PhasePolicy says which phases a step runs, a QueueOrder who goes first, a VictimPolicy who is
-preempted first. All of them see requests as RequestView, and may note what happens to requests in hooks.
+There are three kinds. A PhasePolicy decides which phases a step runs, a QueueOrder in which order requests go, and a
+VictimPolicy which request is preempted first. All of them see requests as RequestView, and can keep track of requests
+in hooks.
 """
 
 from collections.abc import Iterable
@@ -14,11 +15,11 @@ from treadle.core.request import Request
 from treadle.kvcache import KVCacheManager
 
 MAX_RERANKED = 128
-"""Orders that come with Treadle ask again only while at most so many requests wait, because asking costs for each."""
+"""Built-in orders recompute keys only while at most this many requests wait, because each key costs time."""
 
 
 class Cut(Enum):
-    """Which prompts may be computed in parts."""
+    """Which prompts may be computed in chunks."""
 
     ANY = "any"
     ONLY_FIRST = "only the first sequence of the step"
@@ -26,11 +27,11 @@ class Cut(Enum):
 
 
 class RequestView:
-    """What a policy sees of a request; read-only, the same object from `added` to `ended`.
+    """A read-only view of a request, for policies. A request has the same view from `added` to `ended`.
 
     Args:
         request: the request.
-        kv: where the cache is asked.
+        kv: the KV cache manager, for cache lookups.
     """
 
     __slots__ = ("_kv", "_request")
@@ -41,71 +42,71 @@ class RequestView:
 
     @property
     def request_id(self) -> str:
-        """Its name, unique among the unfinished requests."""
+        """Id of the request, unique among the unfinished requests."""
         return self._request.request_id
 
     @property
     def arrival_number(self) -> int:
-        """How many requests were added before it."""
+        """Number of requests that were added before this one."""
         return self._request.arrival_number
 
     @property
     def arrival_time(self) -> float:
-        """When it arrived, in seconds on the engine's clock."""
+        """Time of arrival, in seconds on the engine's clock."""
         return self._request.arrival_time
 
     @property
     def waiting_since(self) -> float:
-        """When it arrived or was preempted last, in seconds on the engine's clock."""
+        """Time of arrival or of the latest preemption, in seconds on the engine's clock."""
         return self._request.waiting_since
 
     @property
     def priority(self) -> int:
-        """As given; lower is better."""
+        """Priority given by the caller; lower is better."""
         return self._request.priority
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """Name of the tenant that sent the request."""
         return self._request.tenant
 
     @property
     def deadline(self) -> float:
-        """Seconds on the engine's clock by which it should be done; infinite if there is no such time."""
+        """Time by which the request should finish, in seconds on the engine's clock; infinite if none is set."""
         return self._request.deadline
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt in tokens."""
         return len(self._request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, of all its sequences."""
+        """Number of tokens generated so far, summed over the request's sequences."""
         return sum(seq.num_output_tokens for seq in self._request.sequences)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV it holds now, of all its sequences; those that sequences share count for each."""
+        """Number of tokens whose KV is written, summed over the live sequences; shared tokens count for each one."""
         return sum(seq.num_computed_tokens for seq in self._request.live_sequences)
 
     @property
     def max_tokens(self) -> int | None:
-        """Most tokens to generate in each sequence, as given; None for as many as the model's length allows."""
+        """Maximum number of output tokens per sequence; None if only the model length limits it."""
         return self._request.sampling_params.max_tokens
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that it asks for: n."""
+        """Number of sequences that the caller asks for (`n`)."""
         return self._request.sampling_params.n
 
     @property
     def num_preemptions(self) -> int:
-        """How often it has lost its blocks."""
+        """Number of times the request was preempted."""
         return self._request.metrics.num_preemptions
 
     def count_cached_tokens(self) -> int:
-        """Tokens at its beginning whose KV the prefix cache holds now: a lookup per cached block."""
+        """Return the length of the prefix whose KV is in the prefix cache now; costs one lookup per cached block."""
         return self._kv.plan_allocation(self._request).num_cached_tokens
 
     def __repr__(self) -> str:
@@ -113,62 +114,62 @@ class RequestView:
 
 
 class StepBuilder(Protocol):
-    """A step in the making: the phases as verbs, in any order and any number of times.
+    """A step being built. Its methods are the phases, which may run in any order and any number of times.
 
-    Each phase takes what it can get of the budget that is left. A sequence runs at most once in a step, and what is
-    in the step is not preempted.
+    Each phase schedules as much as the remaining token budget allows. A sequence runs at most once in a step. A
+    request that is in the step already is not preempted.
     """
 
     @property
     def remaining_tokens(self) -> int:
-        """What is left of the token budget."""
+        """Number of tokens left in the budget of the step."""
         ...
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in the step so far."""
+        """Whether the step runs nothing so far."""
         ...
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences that could decode."""
+        """Number of running sequences that are ready to decode."""
         ...
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests; swapped requests are not included."""
         ...
 
     @property
     def num_swapped(self) -> int:
-        """Requests whose blocks are in the host tier."""
+        """Number of requests whose blocks are in the host tier."""
         ...
 
     def decodes(self) -> None:
-        """Every sequence whose known tokens are computed decodes, preempting others where blocks run out."""
+        """Schedule a decode for every sequence that is ready; preempt requests if blocks run out."""
         ...
 
     def chunks(self, cut: Cut = Cut.ANY) -> None:
-        """Partly computed prompts go on."""
+        """Continue the partly computed prompts."""
         ...
 
     def swapped(self) -> None:
-        """Swapped requests come back, unless the step has preempted."""
+        """Swap requests in, unless the step has preempted a request."""
         ...
 
     def admissions(self, cut: Cut = Cut.ANY) -> None:
-        """Waiting requests start, unless the step has preempted."""
+        """Admit waiting requests, unless the step has preempted a request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The state in which an order is asked whether it has changed its mind.
+    """The state of the scheduler when it asks an order whether its keys are stale.
 
     Attributes:
         now: seconds on the engine's clock.
-        num_waiting: requests that wait, swapped ones included.
-        num_running: sequences that run.
+        num_waiting: number of waiting requests, swapped ones included.
+        num_running: number of running sequences.
         cache_version: changes whenever the prefix cache may hold more of a prompt than before.
     """
 
@@ -179,52 +180,52 @@ class Moment:
 
 
 class Policy:
-    """What the three kinds have in common: settings, and hooks that do nothing unless a policy overrides them."""
+    """The common base of the three kinds: construction from the settings, and hooks that do nothing by default."""
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> Self:
-        """The policy with its settings. One that has some takes them from `config` here."""
+        """Return a new policy. Override this method to take settings from `config`."""
         return cls()
 
     def added(self, request: RequestView) -> None:
-        """The request has arrived and has its place."""
+        """Called when the request was queued."""
 
     def admitted(self, request: RequestView) -> None:
-        """The request runs for the first time."""
+        """Called when the request was admitted for the first time."""
 
     def tokens(self, request: RequestView, num_computed: int, num_generated: int) -> None:
-        """A step has computed and generated tokens of the request.
+        """Called when a step has computed and generated tokens of the request.
 
-        Called for each request in each step if a policy overrides it, so it must be cheap.
+        If a policy overrides this hook, it is called for each request in each step, so it must be cheap.
         """
 
     def ended(self, request: RequestView) -> None:
-        """The request has ended, for whatever reason; it is not seen again."""
+        """Called when the request has ended, for whatever reason. The policy does not see the request again."""
 
 
 class PhasePolicy(Policy):
-    """Says which phases a step runs, and in which order.
+    """Decides which phases a step runs, and in which order.
 
     Attributes:
-        needs_whole_prompts: whether it starts only prompts that fit a step whole, so that a step has to be as long as
-            the longest prompt.
+        needs_whole_prompts: whether the policy computes each prompt in a single step, so that the token budget of a
+            step must be at least the maximum model length.
     """
 
     needs_whole_prompts: bool = False
 
     def run(self, step: StepBuilder) -> None:
-        """Run the phases that this step is to have."""
+        """Run the phases of this step."""
         raise NotImplementedError
 
 
 class QueueOrder(Policy):
-    """Says who goes first.
+    """Decides in which order requests go.
 
     Attributes:
-        displaces: whether running requests with a greater key may be preempted for one that waits.
-        is_by_arrival: whether arrival alone decides, so that those in front have always waited longer. Then the age
-            limit moves nobody.
-        changes_while_waiting: whether `is_stale` is to be asked in every step.
+        displaces: whether running requests may be preempted for a waiting one with a smaller key.
+        is_by_arrival: whether the order depends on the time of arrival alone. The age limit has no effect then,
+            because the requests ahead have always waited longer.
+        changes_while_waiting: whether the scheduler calls `is_stale` in every step.
     """
 
     displaces: bool = False
@@ -232,24 +233,24 @@ class QueueOrder(Policy):
     changes_while_waiting: bool = False
 
     def key(self, request: RequestView) -> float:
-        """The request's place; smaller goes first, and of two equal ones the one that arrived first.
+        """Return the request's key. The smallest key goes first; requests with equal keys go in order of arrival.
 
-        A question: it changes nothing. Asked before `added`, and again when `is_stale` says so.
+        Must not change any state. Called before `added`, and again when `is_stale` returns True.
         """
         raise NotImplementedError
 
     def is_stale(self, moment: Moment) -> bool:
-        """Whether the keys of waiting requests have changed, so that all of them have to be asked for again."""
+        """Whether the keys of waiting requests have changed, so that `key` must be called again for all of them."""
         return False
 
 
 class VictimPolicy(Policy):
-    """Says who is preempted first."""
+    """Decides which request is preempted first."""
 
     def order(self, candidates: Iterable[RequestView]) -> Iterable[RequestView]:
-        """The candidates in the order in which they should fall; only as many do as make the room that is missing.
+        """Return the candidates in the order in which to preempt them; only as many as necessary are preempted.
 
         Args:
-            candidates: running requests that may fall, the last in rank first. Looked at no further than it is read.
+            candidates: running requests that may be preempted, last in rank first.
         """
         raise NotImplementedError

@@ -1,12 +1,12 @@
-"""Decodes first, prompts in what is left (vLLM's chunked prefill)."""
+"""Decodes first, then prompts in the rest of the token budget (vLLM's chunked prefill)."""
 
 from treadle.scheduler.policies.base import PhasePolicy, StepBuilder
 
 
 class Chunked(PhasePolicy):
-    """Every step decodes all it can and fills the rest of its budget with parts of prompts.
+    """Each step runs all decodes and fills the rest of its token budget with chunks of prompts.
 
-    Nobody who decodes ever waits for a prompt, and a long prompt is spread over as many steps as it takes.
+    A decode never waits for a prompt. A long prompt is spread over as many steps as it takes.
     """
 
     def run(self, step: StepBuilder) -> None:

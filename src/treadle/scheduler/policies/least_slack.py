@@ -1,4 +1,4 @@
-"""Who can wait least."""
+"""The order by slack: the request that can wait the least goes first."""
 
 from typing import Self
 
@@ -6,21 +6,21 @@ from treadle.core.config import SchedulerConfig
 from treadle.scheduler.policies.base import MAX_RERANKED, Moment, QueueOrder, RequestView
 
 WEIGHT = 0.1
-"""Of the latest value in the running averages."""
+"""Weight of the latest value in the moving averages."""
 
 MAX_DRIFT = 0.25
-"""Waiting requests are asked again when an average has moved by this share since they were asked."""
+"""Keys are computed again when an average has changed by more than this fraction since they were computed."""
 
 
 class LeastSlack(QueueOrder):
-    """The least slack first: the time until the deadline, less the time that the rest of the request will take.
+    """The least slack first. The slack is the time until the deadline minus the estimated remaining run time.
 
-    That time is estimated as a number of steps, those for its prompt and one for each further token, times the
-    average duration of a step. The length of an output is the average one, but no more than the request may have.
-    Requests without a deadline go last.
+    The run time is estimated as a number of steps (those for the prompt, and one for each output token) times the
+    average duration of a step. The output length is estimated as the average output length, but at most the
+    request's `max_tokens`. Requests without a deadline go last.
 
     Args:
-        max_num_batched_tokens: most tokens of one step.
+        max_num_batched_tokens: token budget of a step.
     """
 
     changes_while_waiting = True
@@ -34,11 +34,11 @@ class LeastSlack(QueueOrder):
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> Self:
-        """With the budget of `config`."""
+        """Return the order with the token budget of `config`."""
         return cls(config.max_num_batched_tokens)
 
     def key(self, request: RequestView) -> float:
-        """The latest time at which it can start and be done by its deadline."""
+        """Return the latest time, in seconds, at which the request can start and still meet its deadline."""
         done = request.num_output_tokens / request.num_sequences
         longest = self._num_output_tokens if request.max_tokens is None else request.max_tokens
         num_output_tokens = max(min(longest, self._num_output_tokens) - done, 1.0)
@@ -46,7 +46,7 @@ class LeastSlack(QueueOrder):
         return request.deadline - (num_prefill_steps + num_output_tokens) * self._step_s
 
     def is_stale(self, moment: Moment) -> bool:
-        """Whether the averages have moved; measures the step before."""
+        """Whether the averages have changed; also measures the duration of the previous step."""
         last, self._last = self._last, moment
         if last is not None and last.num_running:
             self._step_s = _average(self._step_s, moment.now - last.now)
@@ -60,7 +60,7 @@ class LeastSlack(QueueOrder):
         return True
 
     def ended(self, request: RequestView) -> None:
-        """Its output counts for the average."""
+        """Add the request's output to the average output length."""
         if request.num_output_tokens:
             length = request.num_output_tokens / request.num_sequences
             self._num_output_tokens = _average(self._num_output_tokens, length)

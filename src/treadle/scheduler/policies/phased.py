@@ -1,4 +1,4 @@
-"""A step is all prompts or all decodes (Nano-vLLM)."""
+"""Steps that run either prompts or decodes (Nano-vLLM)."""
 
 from typing import Self
 
@@ -8,13 +8,13 @@ from treadle.scheduler.policies.prefill_streak import PrefillStreak
 
 
 class Phased(PhasePolicy):
-    """Prompts first; decodes only in a step that could start or continue no prompt.
+    """Prompts first; decodes only in a step that can start or continue no prompt.
 
-    Whole prompts, except that the first sequence of a step may be cut to the budget.
+    Prompts are computed whole, except that the first sequence of a step may be cut to the token budget.
 
     Args:
-        max_consecutive_prefills: Nano-vLLM decodes only when no prompt is left, so endless arrivals starve
-            those that decode. Here, after this many prefill steps in a row, they get a step.
+        max_consecutive_prefills: maximum number of prefill steps in a row while sequences are ready to decode.
+            Nano-vLLM has no such limit, so a steady stream of arrivals starves the decodes.
     """
 
     def __init__(self, max_consecutive_prefills: int) -> None:
@@ -22,11 +22,11 @@ class Phased(PhasePolicy):
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> Self:
-        """With the bound of `config`."""
+        """Return the policy with `max_consecutive_prefills` of `config`."""
         return cls(config.max_consecutive_prefills)
 
     def run(self, step: StepBuilder) -> None:
-        """Chunks → admissions; if there are none, or decodes are due: decodes → swapped."""
+        """Chunks → admissions; if there is nothing to prefill, or decodes are due: decodes → swapped."""
         if not self._streak.decodes_are_due(step):
             step.chunks(Cut.ONLY_FIRST)
             step.admissions(Cut.ONLY_FIRST)

@@ -1,4 +1,4 @@
-"""Whole prompts whenever one can start, else decodes (the default path of vLLM 0.8's V0 scheduler)."""
+"""Whole prompts whenever one can start, otherwise decodes (the default path of vLLM 0.8's V0 scheduler)."""
 
 from typing import Self
 
@@ -8,10 +8,10 @@ from treadle.scheduler.policies.prefill_streak import PrefillStreak
 
 
 class PrefillFirst(PhasePolicy):
-    """A step starts all the prompts that it can; only if there are none, it decodes and takes back the swapped.
+    """Each step admits as many prompts as possible; if it can admit none, it decodes and swaps requests in.
 
     Args:
-        max_consecutive_prefills: after this many prefill steps in a row, those that decode get a step.
+        max_consecutive_prefills: maximum number of prefill steps in a row while sequences are ready to decode.
     """
 
     needs_whole_prompts = True
@@ -21,11 +21,11 @@ class PrefillFirst(PhasePolicy):
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> Self:
-        """With the bound of `config`."""
+        """Return the policy with `max_consecutive_prefills` of `config`."""
         return cls(config.max_consecutive_prefills)
 
     def run(self, step: StepBuilder) -> None:
-        """Whole-prompt admissions; if there are none, or decodes are due: decodes → chunks → swapped."""
+        """Whole-prompt admissions; if none is possible, or decodes are due: decodes → chunks → swapped."""
         if not self._streak.decodes_are_due(step):
             step.admissions(Cut.NEVER)
         if step.is_empty:

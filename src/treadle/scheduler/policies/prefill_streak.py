@@ -1,13 +1,13 @@
-"""Keeps policies that put prompts first from starving those that decode."""
+"""Prevents the starvation of decodes under policies that put prompts first."""
 
 from treadle.scheduler.policies.base import StepBuilder
 
 
 class PrefillStreak:
-    """Counts prefill steps in a row while somebody waits to decode.
+    """Counts consecutive prefill steps while sequences are ready to decode.
 
     Args:
-        limit: after this many, decodes are due.
+        limit: number of prefill steps after which decodes are due.
     """
 
     def __init__(self, limit: int) -> None:
@@ -19,10 +19,10 @@ class PrefillStreak:
         return step.num_decoding > 0 and self._length >= self._limit
 
     def prefilled(self, step: StepBuilder) -> None:
-        """This step is for prompts."""
+        """Record that this step runs prompts."""
         if step.num_decoding:
             self._length += 1
 
     def decoded(self) -> None:
-        """This step is for decodes."""
+        """Record that this step runs decodes."""
         self._length = 0

@@ -1,7 +1,7 @@
-"""Finds policies by name, those that come with Treadle and those that other packages bring, and checks them in full.
+"""Finds policies by name, built-in ones and those of other packages, and checks their whole interface.
 
-A package registers its own under the entry-point group `treadle.policies`; the entry's name is what the user gives as
-`scheduler`, `order` or `victim_policy`. A class may be given instead of a name.
+A package registers its policies in the entry-point group `treadle.policies`. The user selects one by the name of the
+entry point, as `scheduler`, `order` or `victim_policy`. A class is accepted in place of a name.
 """
 
 import inspect
@@ -30,19 +30,19 @@ from treadle.scheduler.policies.victims import LastInRank, LeastComputed
 ENTRY_POINT_GROUP = "treadle.policies"
 
 HOOKS = {"added": 1, "admitted": 1, "tokens": 3, "ended": 1}
-"""Hooks of every policy, and the arguments that each is called with."""
+"""The hooks of every policy: name → number of arguments besides self."""
 
 
 class Kind(NamedTuple):
     """One of the three kinds of policies.
 
     Attributes:
-        field: the setting that names one.
-        noun: what an error message calls it.
-        base: the class that leaves the first of `methods` to the policy.
-        builtin: those that come with Treadle; the first one is the default.
-        methods: name → number of arguments, beside the hooks.
-        flags: attributes that are True or False.
+        field: the setting that selects a policy of this kind.
+        noun: name of the kind in error messages.
+        base: base class; a policy must override the first of `methods`.
+        builtin: name → class of each built-in policy; the first one is the default.
+        methods: name → number of arguments of each method, hooks excluded.
+        flags: names of the boolean attributes.
     """
 
     field: str
@@ -88,57 +88,62 @@ VICTIMS = Kind(
 
 
 def check_policies(config: SchedulerConfig) -> None:
-    """Raise ConfigError for a policy that does not exist or cannot do what it has to."""
+    """Raise ConfigError if a policy of `config` does not exist or lacks a part of its interface."""
     find(PHASES, config.scheduler)
     find(ORDERS, config.order)
     find(VICTIMS, config.victim_policy)
 
 
 def needs_whole_prompts(policy: str | type[Any]) -> bool:
-    """Whether the phase policy, a name or a class, starts only prompts that fit a step; ConfigError if unknown."""
+    """Whether the phase policy, given by name or class, needs whole prompts. Raises ConfigError if it is unknown."""
     return bool(find(PHASES, policy).needs_whole_prompts)
 
 
 def make_phase_policy(config: SchedulerConfig) -> PhasePolicy:
-    """The phase policy of `config`, with its settings; ConfigError if there is none."""
+    """Return a new phase policy as set in `config`. Raises ConfigError if it is unknown or invalid."""
     policy: PhasePolicy = _make(PHASES, config.scheduler, config)
     return policy
 
 
 def make_queue_order(config: SchedulerConfig) -> QueueOrder:
-    """The order of `config`, with its settings; ConfigError if there is none."""
+    """Return a new queue order as set in `config`. Raises ConfigError if it is unknown or invalid."""
     order: QueueOrder = _make(ORDERS, config.order, config)
     return order
 
 
 def make_victim_policy(config: SchedulerConfig) -> VictimPolicy:
-    """The victim policy of `config`, with its settings; ConfigError if there is none."""
+    """Return a new victim policy as set in `config`. Raises ConfigError if it is unknown or invalid."""
     policy: VictimPolicy = _make(VICTIMS, config.victim_policy, config)
     return policy
 
 
 def make_default(kind: Kind, config: SchedulerConfig) -> Any:
-    """The policy of that kind that cannot fail."""
+    """Return a new policy of the kind's default class, which replaces a policy that failed."""
     return next(iter(kind.builtin.values())).from_config(config)
 
 
 def find(kind: Kind, name: str | type[Any]) -> type[Any]:
-    """The checked class of that name; ConfigError if there is none or it lacks something."""
+    """Return the class with that name, or the given class, after a check. Raises ConfigError.
+
+    Args:
+        kind: the kind of policy.
+        name: name of a built-in policy or of an entry point, or a class.
+    """
     if isinstance(name, type):
         _check(kind, name.__name__, name)
         return name
     if not isinstance(name, str):
-        raise ConfigError(kind.field, f"{name!r} is neither a name nor a class")
+        raise ConfigError(kind.field, f"must be the name of a {kind.noun} or a class, got {name!r}")
     if name in kind.builtin:
         return kind.builtin[name]
     others = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in others:
         known = ", ".join([*sorted(kind.builtin), *sorted(others)])
-        raise ConfigError(kind.field, f"unknown {kind.noun} {name!r}; there are {known}")
+        raise ConfigError(kind.field, f"unknown {kind.noun} {name!r}; known: {known}")
     try:
         found = others[name].load()
     except Exception as error:
-        raise ConfigError(kind.field, f"{name!r} cannot be imported ({error!r})") from error
+        raise ConfigError(kind.field, f"{name!r} cannot be imported: {error!r}") from error
     _check(kind, name, found)
     policy: type[Any] = found
     return policy
@@ -157,25 +162,25 @@ def _name(name: str | type[Any]) -> str:
 
 
 def _check(kind: Kind, name: str, found: Any) -> None:
-    """Raise ConfigError unless `found` is a class with all that a policy of this kind has."""
+    """Raise ConfigError unless `found` is a class with the whole interface of this kind."""
     if not isinstance(found, type):
-        raise ConfigError(kind.field, f"{name!r} is {found!r}; it has to be a class")
+        raise ConfigError(kind.field, f"{name!r} must be a class, got {found!r}")
     to_write = next(iter(kind.methods))
     for method, num_arguments in {**kind.methods, **HOOKS, "from_config": 1}.items():
         is_left_out = method == to_write and getattr(found, method, None) is getattr(kind.base, method)
         if is_left_out or not callable(getattr(found, method, None)):
-            raise ConfigError(kind.field, f"{name!r} has no method {method}(), so it cannot serve as {kind.field}")
+            raise ConfigError(kind.field, f"{name!r} has no method {method}(), which every {kind.noun} needs")
         is_bound = isinstance(inspect.getattr_static(found, method), (classmethod, staticmethod))
         if method == "from_config" and not is_bound:
-            raise ConfigError(kind.field, f"{name!r}: from_config() has to be a classmethod")
+            raise ConfigError(kind.field, f"{name!r}: from_config() must be a classmethod")
         arguments = [None] * (num_arguments + (not is_bound))
         try:
             inspect.signature(getattr(found, method)).bind(*arguments)
         except TypeError as error:
             raise ConfigError(
-                kind.field, f"{name!r}: {method}() has to take {num_arguments} arguments beside self ({error})"
+                kind.field, f"{name!r}: {method}() must take {num_arguments} argument(s) besides self ({error})"
             ) from error
     for flag in kind.flags:
         value = getattr(found, flag, None)
         if not isinstance(value, bool):
-            raise ConfigError(kind.field, f"{name!r}: {flag} has to be True or False, got {value!r}")
+            raise ConfigError(kind.field, f"{name!r}: {flag} must be True or False, got {value!r}")

@@ -1,12 +1,13 @@
-"""Running, swapped, waiting: one after the other, in one mixed step (vLLM V0's `_schedule_default`)."""
+"""Running, swapped and waiting requests, one after the other in one mixed step (vLLM V0's `_schedule_default`)."""
 
 from treadle.scheduler.policies.base import Cut, PhasePolicy, StepBuilder
 
 
 class ThreePhase(PhasePolicy):
-    """Decodes, then those that come back, then whole prompts in what is left of the step.
+    """Decodes, then swapped requests, then whole prompts in the rest of the token budget.
 
-    Only a group that is computed again after a preemption has chunks: each sequence's own output.
+    The only chunks are those of a request with several sequences that is recomputed after a preemption: each
+    sequence's own output.
     """
 
     needs_whole_prompts = True

@@ -1,4 +1,4 @@
-"""Who is preempted first."""
+"""The built-in victim policies."""
 
 from collections.abc import Iterable
 
@@ -6,16 +6,16 @@ from treadle.scheduler.policies.base import RequestView, VictimPolicy
 
 
 class LastInRank(VictimPolicy):
-    """The last in rank: those that the order likes least."""
+    """The last request in rank first."""
 
     def order(self, candidates: Iterable[RequestView]) -> Iterable[RequestView]:
-        """As they come."""
+        """Return the candidates unchanged: they come last in rank first."""
         return candidates
 
 
 class LeastComputed(VictimPolicy):
-    """The one that has the fewest tokens computed, and so loses the least work; of equal ones the last in rank."""
+    """The request with the fewest computed tokens first, which loses the least work; of equals, the last in rank."""
 
     def order(self, candidates: Iterable[RequestView]) -> Iterable[RequestView]:
-        """By computed tokens."""
+        """Return the candidates sorted by their number of computed tokens."""
         return sorted(candidates, key=lambda request: request.num_computed_tokens)

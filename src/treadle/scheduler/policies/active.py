@@ -1,4 +1,4 @@
-"""The policies that a scheduler works with. One that fails is reported once and replaced by the default for good."""
+"""The policies in use by a scheduler. A policy that fails is logged once and permanently replaced by the default."""
 
 import logging
 import math
@@ -14,19 +14,19 @@ from treadle.scheduler.policies.base import Cut, Moment, Policy, RequestView, St
 logger = logging.getLogger("treadle")
 
 
-class PoliciesAtWork:
-    """Asks the three policies, shows them requests as views, and checks every answer.
+class ActivePolicies:
+    """Calls the three policies with read-only views of the requests, and validates every return value.
 
-    A policy that raises, or whose answer makes no sense, loses its influence and nothing else happens: the default
-    answers this question and all that follow.
+    When a policy raises or returns an invalid value, the default policy replaces it, for this call and all later
+    ones. No request is affected otherwise.
 
     Args:
-        config: names the policies.
-        kv: where views ask the cache.
+        config: the scheduler's settings, which name the policies.
+        kv: the KV cache manager, which the views query.
 
     Attributes:
-        ranks_are_void: whether the order has been replaced, so that all requests need new ranks.
-        observes_tokens: whether a policy is to be told of the tokens of each step.
+        ranks_are_void: whether the order was replaced, so that all requests need new ranks.
+        observes_tokens: whether a policy overrides the `tokens` hook.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
@@ -39,27 +39,27 @@ class PoliciesAtWork:
         self.ranks_are_void = False
         self.observes_tokens = self._any_observes_tokens()
 
-    # Questions
+    # Properties of the policies
 
     @property
     def displaces(self) -> bool:
-        """Whether running requests may fall for a waiting one of smaller key."""
+        """Whether running requests may be preempted for a waiting one with a smaller key."""
         return self._order.displaces
 
     @property
     def is_by_arrival(self) -> bool:
-        """Whether arrival alone decides who goes first."""
+        """Whether the rank depends on the time of arrival alone."""
         return self._order.is_by_arrival
 
     @property
     def changes_while_waiting(self) -> bool:
-        """Whether the order may want to be asked again for requests that wait."""
+        """Whether the keys of waiting requests can change."""
         return self._order.changes_while_waiting
 
-    # What policies are asked. A question may note a failure.
+    # Calls of policy methods. A call may replace a policy that fails.
 
     def key(self, request: Request) -> float:
-        """Where the order puts the request."""
+        """Return the request's key in the order."""
         order = self._order
         try:
             key = float(order.key(self._view(request)))
@@ -71,7 +71,7 @@ class PoliciesAtWork:
         return key
 
     def are_ranks_stale(self, moment: Moment) -> bool:
-        """Whether the order wants to be asked again for all that wait."""
+        """Whether the keys of all waiting requests have to be computed again."""
         order = self._order
         try:
             return bool(order.is_stale(moment))
@@ -80,7 +80,11 @@ class PoliciesAtWork:
             return False
 
     def victims(self, candidates: Iterable[Request]) -> Iterator[Request]:
-        """The candidates, last in rank first, in the order in which they should fall; read only as far as needed."""
+        """Yield the candidates in the order in which to preempt them.
+
+        Args:
+            candidates: running requests, last in rank first; consumed lazily if the victim policy is the default.
+        """
         policy = self._victims
         if type(policy) is registry.VICTIMS.builtin["last-in-rank"]:
             yield from candidates
@@ -90,7 +94,7 @@ class PoliciesAtWork:
         try:
             for view in policy.order(list(left)):
                 if view not in left:
-                    raise ValueError(f"order() returned {view!r}, which is no candidate or was returned before")
+                    raise ValueError(f"order() returned {view!r}, which is not a candidate or was returned before")
                 yield left.pop(view)
         except Exception as error:
             self._replace(registry.VICTIMS, policy, error)
@@ -102,13 +106,17 @@ class PoliciesAtWork:
         try:
             policy.run(step)
         except Exception as error:
-            if step.error is not None:  # the scheduler's own fault
+            if step.error is not None:  # an error of the scheduler itself
                 raise
             self._replace(registry.PHASES, policy, error)
             self._phases.run(step)
 
     def run_default(self, step: "GuardedStep") -> bool:
-        """The phase policy has let the scheduler stand still: replace it; False if it is the default already."""
+        """Replace a phase policy that made no progress and plan the step with the default.
+
+        Returns:
+            False if the phase policy is the default already; nothing is planned then.
+        """
         policy = self._phases
         if type(policy) is next(iter(registry.PHASES.builtin.values())):
             return False
@@ -119,25 +127,25 @@ class PoliciesAtWork:
     # Hooks
 
     def added(self, request: Request) -> None:
-        """The request has arrived and has its place."""
-        self._tell("added", request)
+        """Call the hook of the same name in each policy: the request was queued."""
+        self._call_hook("added", request)
 
     def admitted(self, request: Request) -> None:
-        """The request runs for the first time."""
-        self._tell("admitted", request)
+        """Call the hook of the same name in each policy: the request was admitted for the first time."""
+        self._call_hook("admitted", request)
 
     def tokens(self, request: Request, num_computed: int, num_generated: int) -> None:
-        """A step has computed and generated tokens of the request."""
-        self._tell("tokens", request, num_computed, num_generated)
+        """Call the hook of the same name in each policy: a step has computed and generated tokens of the request."""
+        self._call_hook("tokens", request, num_computed, num_generated)
 
     def ended(self, request: Request) -> None:
-        """The request has ended."""
-        self._tell("ended", request)
+        """Call the hook of the same name in each policy: the request has ended."""
+        self._call_hook("ended", request)
         self._views.pop(request, None)
 
-    # Inside
+    # Internal
 
-    def _tell(self, hook: str, request: Request, *numbers: int) -> None:
+    def _call_hook(self, hook: str, request: Request, *numbers: int) -> None:
         for kind, policy in zip((registry.PHASES, registry.ORDERS, registry.VICTIMS), self._all(), strict=True):
             if _overrides(policy, hook):
                 try:
@@ -154,7 +162,7 @@ class PoliciesAtWork:
     def _replace(self, kind: registry.Kind, policy: Policy, error: Exception) -> None:
         default = registry.make_default(kind, self._config)
         logger.error(
-            "%s %r failed (%s: %s) and is replaced by %r until the engine is started again; no request is lost",
+            "%s %r failed (%s: %s); %r replaces it until the engine restarts; no request is lost",
             kind.noun, type(policy).__name__, type(error).__name__, error, next(iter(kind.builtin)),
             exc_info=error,
         )  # fmt: skip
@@ -175,10 +183,10 @@ class PoliciesAtWork:
 
 
 class GuardedStep(StepBuilder):
-    """The verbs of a step, for a policy; keeps the scheduler's own errors apart from the policy's.
+    """The step that a policy sees. Distinguishes the scheduler's own errors from errors of the policy.
 
     Attributes:
-        error: what went wrong inside a verb.
+        error: the exception that a phase raised; None if none did.
     """
 
     def __init__(self, step: StepBuilder) -> None:
@@ -187,43 +195,43 @@ class GuardedStep(StepBuilder):
 
     @property
     def remaining_tokens(self) -> int:
-        """What is left of the token budget."""
+        """Number of tokens left in the budget of the step."""
         return self._step.remaining_tokens
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in the step so far."""
+        """Whether the step runs nothing so far."""
         return self._step.is_empty
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences that could decode."""
+        """Number of running sequences that are ready to decode."""
         return self._step.num_decoding
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests; swapped requests are not included."""
         return self._step.num_waiting
 
     @property
     def num_swapped(self) -> int:
-        """Requests whose blocks are in the host tier."""
+        """Number of requests whose blocks are in the host tier."""
         return self._step.num_swapped
 
     def decodes(self) -> None:
-        """Sequences decode."""
+        """Schedule the decodes."""
         self._run(self._step.decodes)
 
     def chunks(self, cut: Cut = Cut.ANY) -> None:
-        """Partly computed prompts go on."""
+        """Continue the partly computed prompts."""
         self._run(self._step.chunks, cut)
 
     def swapped(self) -> None:
-        """Swapped requests come back."""
+        """Swap requests in."""
         self._run(self._step.swapped)
 
     def admissions(self, cut: Cut = Cut.ANY) -> None:
-        """Waiting requests start."""
+        """Admit waiting requests."""
         self._run(self._step.admissions, cut)
 
     def _run(self, verb: Callable[..., None], *cut: Cut) -> None:
