@@ -190,7 +190,7 @@ class TestTinyPaths:
     def test_in_a_pool_that_forces_swaps(self, path):
         path.check_in_a_small_pool(preemption_mode="swap", num_host_blocks=200)
 
-    def test_a_block_size_that_cells_do_not_fit(self, path):
+    def test_a_block_size_that_is_not_a_multiple_of_the_cells(self, path):
         path.check(max_num_batched_tokens=256, block_size=12, num_blocks=600)
 
     def test_neighbours_are_aborted(self, path):

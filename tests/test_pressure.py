@@ -48,7 +48,7 @@ def free(tiny):
 
 
 @pytest.mark.parametrize("mode", ["auto", "recompute"])  # auto swaps requests with several sequences
-def test_same_answers_under_pressure(mode, free, tiny):
+def test_outputs_in_a_small_pool_equal_an_unconstrained_run(mode, free, tiny):
     wanted, expected = free
     outputs, engine = run(tiny, wanted, num_blocks=14, num_host_blocks=40, preemption_mode=mode, admission_headroom=0)
     preempted = [p.mode.value for p in engine.preemptions]

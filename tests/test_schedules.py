@@ -31,7 +31,7 @@ def check(alone, tiny, outputs):
 
 
 @pytest.mark.parametrize(("policy", "caching"), PAIRS)
-def test_all_together(policy, caching, alone, tiny):
+def test_a_batch_of_all_requests(policy, caching, alone, tiny):
     engine = TestEngine(
         tiny.loaded, tiny.weights, scheduler=policy, enable_prefix_caching=caching, max_num_batched_tokens=512
     )
@@ -39,13 +39,13 @@ def test_all_together(policy, caching, alone, tiny):
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
-def test_chunks(chunk, alone, tiny):
+def test_chunked_prompts(chunk, alone, tiny):
     engine = TestEngine(tiny.loaded, tiny.weights, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 6))
     check(alone, tiny, engine.generate(alone[0], GREEDY))
 
 
 @pytest.mark.parametrize(("policy", "caching"), PAIRS)
-def test_a_pool_for_little_more_than_one(policy, caching, alone, tiny):
+def test_a_pool_that_forces_preemptions(policy, caching, alone, tiny):
     # The longest prompt (600 + 16 tokens) has the pool to itself; the short ones are preempted many times.
     short = [(p, out) for p, out in zip(*alone, strict=True) if len(p) <= 90]
     for expected, num_blocks, least in ((list(zip(*alone, strict=True)), 155, 1), (short, 28, 5)):

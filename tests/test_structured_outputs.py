@@ -78,7 +78,7 @@ def run(engine, n=1, **options):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_constraints_hold_and_no_schedule_changes_the_output(engine, n):
+def test_outputs_obey_their_constraint_and_are_equal_under_every_schedule(engine, n):
     calm = run(engine(num_blocks=1000, max_num_seqs=64), n)
     kept = 0
     for name, output in calm.items():
@@ -107,7 +107,7 @@ def test_beams_respect_the_constraint(engine):
     assert all(keeps(FORMS[0], output.text) for output in outputs)
 
 
-def test_other_parameters_still_hold(engine):
+def test_constrained_requests_honour_other_sampling_parameters(engine):
     """Log-probabilities are the model's own; a complete text overrides min_tokens; a stop string still stops."""
     own = engine()
     own.add("plain", "Answer: ", SamplingParams(temperature=0.0, max_tokens=1, logprobs=5))
@@ -124,7 +124,7 @@ def test_other_parameters_still_hold(engine):
     assert results["stop"].outputs[0].text == "one, "
 
 
-def test_a_grammar_that_gets_too_complex_ends_its_request_only(engine, embedded_model):
+def test_a_grammar_that_becomes_too_complex_ends_only_its_own_request(engine, embedded_model):
     limits = llguidance.LLParserLimits(step_max_items=400)
     vocabulary = llguidance.LLTokenizer(
         embedded_model.tokenizer.backend.to_str(),

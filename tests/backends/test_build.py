@@ -51,11 +51,11 @@ def script(folder, commands):
     return str(path)
 
 
-def test_the_names_are_those_of_the_settings():
+def test_the_builds_are_those_of_the_setting():
     assert ("auto", *BUILDS, "off") == CPU_KERNELS
 
 
-def test_compiled_once_and_again_when_stale(cache, small, monkeypatch, tmp_path, caplog):
+def test_the_kernels_are_compiled_once_and_again_when_stale(cache, small, monkeypatch, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "treadle"):
         first = library_path("avx2", source=small)
         assert library_path("avx2", source=small) == first
@@ -78,7 +78,7 @@ def test_compiled_once_and_again_when_stale(cache, small, monkeypatch, tmp_path,
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_what_python_mirrors_is_compared_with_the_compiled_library(monkeypatch):
+def test_mirrored_constants_are_compared_with_the_compiled_library(monkeypatch):
     path = native_library().dll._name
     Library(path, best_build())
     for name in ("PANEL", "sizeof Model"):
@@ -103,12 +103,12 @@ def test_a_library_without_a_function_is_refused(cache, tmp_path):
         Library(str(tmp_path / "old.so"), "avx2")
 
 
-def test_constants_of_the_twin():
+def test_constants_equal_those_of_the_torch_reference():
     assert INT8_GROUP == GROUP
 
 
 @pytest.mark.skipif(SANITIZED, reason="AddressSanitizer ends the process instead")
-def test_a_step_that_finds_no_memory_is_an_error_and_the_next_one_runs():
+def test_a_step_that_runs_out_of_memory_fails_and_the_next_one_runs():
     dll = native_library().dll
     # No layers: a step copies rows of an embedding of 2²⁴ numbers, here always the first.
     hidden = 2**24
@@ -126,7 +126,7 @@ def test_a_step_that_finds_no_memory_is_an_error_and_the_next_one_runs():
         dll.treadle_destroy(engine)
 
 
-def test_of_processes_that_start_at_once_one_compiles(cache, small, tmp_path):
+def test_only_one_of_several_starting_processes_compiles(cache, small, tmp_path):
     compiler = tmp_path / "slow-compiler"
     compiler.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] || {{ echo >> {tmp_path}/compiled; sleep 0.3; }}\ng++ "$@"\n'
@@ -140,7 +140,7 @@ def test_of_processes_that_start_at_once_one_compiles(cache, small, tmp_path):
     assert len(list(cache.glob("*.so"))) == 1
 
 
-def test_the_compilers_words_are_shown_and_torch_goes_on(cache, tmp_path, monkeypatch, caplog):
+def test_compiler_errors_are_logged_and_torch_is_used_instead(cache, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("CXX", script(tmp_path, "echo 'error: this machine has no vowels' >&2; exit 3"))
     with pytest.raises(KernelBuildError, match=r"(?s)failed with status 3.*has no vowels"):
         library_path("avx2")
@@ -154,7 +154,7 @@ def test_the_compilers_words_are_shown_and_torch_goes_on(cache, tmp_path, monkey
         LLM(cpu_kernels=best_build(), **SMALL)
 
 
-def test_no_compiler(cache, monkeypatch):
+def test_errors_for_a_missing_compiler(cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler-7")
     with pytest.raises(KernelBuildError, match=r"CXX=no-such-compiler-7: there is no such program"):
         library_path("avx2")
@@ -190,7 +190,7 @@ def test_a_damaged_library_is_compiled_again(cache, caplog, small):
     assert ctypes.CDLL(str(path)).answer() == 42
 
 
-def test_a_compiler_that_leaves_a_broken_file_is_called_again(cache, tmp_path, monkeypatch, small):
+def test_compilation_is_repeated_after_a_compiler_leaves_a_broken_file(cache, tmp_path, monkeypatch, small):
     calls = tmp_path / "calls"
     for action in ("exit 0", 'printf broken > "$last"', 'head -c 20000 /bin/sh > "$last"'):
         calls.write_text("")
@@ -202,7 +202,7 @@ def test_a_compiler_that_leaves_a_broken_file_is_called_again(cache, tmp_path, m
         assert not list(cache.glob("*.so"))
 
 
-def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(cache, tmp_path, monkeypatch, small):
+def test_a_compiler_that_hangs_is_killed_with_its_child_processes(cache, tmp_path, monkeypatch, small):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -215,7 +215,7 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(cache, tmp_path
     os.close(reader)
 
 
-def test_what_a_compiler_writes_may_be_any_bytes(cache, tmp_path, monkeypatch, small):
+def test_compiler_output_may_contain_any_bytes(cache, tmp_path, monkeypatch, small):
     monkeypatch.setenv("CXX", script(tmp_path, "printf '\\377no\\376' >&2; printf '\\377'; [ $# = 1 ]"))
     with pytest.raises(KernelBuildError, match="failed with status 1.*\n\ufffdno\ufffd"):
         library_path("avx2", FAST, small)
@@ -234,7 +234,7 @@ def test_a_compiled_library_is_used_without_a_compiler(cache, monkeypatch, caplo
         library_path("avx2", FAST, small)
 
 
-def test_a_cache_that_cannot_be_written(cache, tmp_path, monkeypatch, caplog, small):
+def test_an_unwritable_cache_is_reported(cache, tmp_path, monkeypatch, caplog, small):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TREADLE_CACHE_DIR", str(tmp_path / "file"))
     path = library_path("avx2", FAST, small)
@@ -249,14 +249,14 @@ def refuse(*args, **options):
     raise OSError(28, "No space left on device")
 
 
-def test_a_cache_that_can_only_be_read(cache, monkeypatch, caplog, small):
+def test_a_read_only_cache_is_used(cache, monkeypatch, caplog, small):
     path = library_path("avx2", FAST, small)
     monkeypatch.setattr(build.fcntl, "flock", refuse)  # a folder's mode does not hold root off
     assert library_path("avx2", FAST, small) == path
     assert not caplog.records
 
 
-def test_a_user_without_a_home(monkeypatch, small):
+def test_a_user_without_a_home_has_to_set_the_cache_folder(monkeypatch, small):
     for name in ("HOME", "XDG_CACHE_HOME", "TREADLE_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
@@ -270,7 +270,7 @@ def test_a_library_that_cannot_be_loaded_is_a_typed_error(tmp_path):
         Library(str(tmp_path / "broken.so"), "avx2")
 
 
-def test_another_processor(monkeypatch, caplog):
+def test_builds_are_limited_to_those_the_processor_supports(monkeypatch, caplog):
     monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"avx2", "fma", "sse2"}))
     assert best_build() == "avx2"
     assert missing_features("avx512")
@@ -296,14 +296,14 @@ def test_another_processor(monkeypatch, caplog):
         ({"num_threads": 0}, "num_threads"),
     ],
 )
-def test_settings_that_cannot_work(options, field):
+def test_invalid_settings_are_refused(options, field):
     with pytest.raises(ConfigError) as caught:
         LLM(**options, **SMALL)
     assert caught.value.field == field
 
 
 @pytest.mark.slow
-def test_torch_gives_the_same_answers_within_tolerance():
+def test_torch_gives_the_same_outputs_within_tolerance():
     """Without the kernels, int8 is shown by torch: log-probabilities are close, and so is what is most likely."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     text = "The quick brown fox jumps over the lazy dog, and then it sleeps for the rest of the day."

@@ -45,7 +45,7 @@ def prompt_logprobs(loaded, model, **options):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("int8", [False, True])
-def test_equals_the_twin(name, int8, tmp_path):
+def test_the_native_forward_pass_equals_torch(name, int8, tmp_path):
     make_model(name, tmp_path, scale=0.12)
     loaded = load_model(str(tmp_path))
     twin = prompt_logprobs(loaded, twin_of(loaded, int8=int8), int8_kv=int8)
@@ -56,7 +56,7 @@ def test_equals_the_twin(name, int8, tmp_path):
 
 @pytest.mark.parametrize("build", RUNNABLE)
 @pytest.mark.parametrize(("int8", "int8_kv"), [(False, True), (True, False)])
-def test_weights_and_kv_are_narrowed_apart(build, int8, int8_kv, tmp_path):
+def test_weights_and_kv_can_have_different_number_formats(build, int8, int8_kv, tmp_path):
     make_model("llama3", tmp_path, scale=0.12)
     loaded = load_model(str(tmp_path))
     twin = prompt_logprobs(loaded, twin_of(loaded, int8=int8), int8_kv=int8_kv)
@@ -65,7 +65,7 @@ def test_weights_and_kv_are_narrowed_apart(build, int8, int8_kv, tmp_path):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_lookahead_rows(int8, tmp_path):
+def test_several_tokens_of_a_row_equal_one_at_a_time(int8, tmp_path):
     """Several tokens at the end of a sequence, a logit each, beside a plain decode: the bits of one at a time."""
     make_model("qwen3", tmp_path)
     loaded = load_model(str(tmp_path))
@@ -102,7 +102,7 @@ def test_lookahead_rows(int8, tmp_path):
     assert np.array_equal(got, np.concatenate([*expected, neighbour]))
 
 
-def test_swapping_and_copying_moves_whole_blocks(tmp_path):
+def test_swaps_and_copies_move_whole_blocks(tmp_path):
     make_model("llama2", tmp_path)
     loaded = load_model(str(tmp_path))
     backend = make_backend(native_of(loaded, int8=True), 4, 3, 16, True, 1)

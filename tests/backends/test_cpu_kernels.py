@@ -91,7 +91,7 @@ def assert_close(ours, twin, tolerance, floor=1e-6):
     int8=st.booleans(),
     has_bias=st.booleans(),
 )
-def test_linear(library, seed, rows, n, k, int8, has_bias):
+def test_linear_equals_torch(library, seed, rows, n, k, int8, has_bias):
     rng = rng_of(seed)
     x, weight = normal(rng, rows, k), normal(rng, n, k)
     bias = normal(rng, n) if has_bias else None
@@ -137,7 +137,7 @@ def test_int8_is_exact_at_its_extremes(library):
     k=st.integers(1, 90),
     int8=st.booleans(),
 )
-def test_gate_and_up(library, seed, rows, inter, k, int8):
+def test_gate_and_up_equals_torch(library, seed, rows, inter, k, int8):
     rng = rng_of(seed)
     x, gate, up = normal(rng, rows, k), normal(rng, inter, k), normal(rng, inter, k)
     padded = round_up(inter, GROUP)
@@ -154,7 +154,7 @@ def test_gate_and_up(library, seed, rows, inter, k, int8):
 
 @FAST
 @given(seed=st.integers(0, 1000), size=st.integers(1, 300), int8=st.booleans())
-def test_rms_norm(library, seed, size, int8):
+def test_rms_norm_equals_torch(library, seed, size, int8):
     rng = rng_of(seed)
     x, weight = normal(rng, size) * 7, normal(rng, size)
     out = np.empty(size, dtype=np.float32)
@@ -167,7 +167,7 @@ def test_rms_norm(library, seed, size, int8):
 
 @FAST
 @given(seed=st.integers(0, 1000), heads=st.integers(1, 5), half=st.integers(1, 128), has_norm=st.booleans())
-def test_rotary(library, seed, heads, half, has_norm):
+def test_rotary_embedding_equals_torch(library, seed, heads, half, has_norm):
     rng = rng_of(seed)
     x, weight, angles = normal(rng, heads, 2 * half), normal(rng, 2 * half), rng.uniform(0, 7, half)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -247,7 +247,7 @@ def twin_attention(queries, keys, values, first, *, int8):
     count=st.integers(1, 40),
     int8=st.booleans(),
 )
-def test_attention(library, seed, group, kv_heads, head_dim, block_size, first, count, int8):
+def test_attention_equals_torch(library, seed, group, kv_heads, head_dim, block_size, first, count, int8):
     rng = rng_of(seed)
     length = first + count
     keys, values = normal(rng, length, kv_heads, head_dim), normal(rng, length, kv_heads, head_dim)
@@ -281,7 +281,7 @@ def test_attention_does_not_depend_on_the_block_size(library):
         assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_attention_sinks_keep_the_rest(library):
+def test_an_attention_sink_keeps_the_precision_of_other_values(library):
     """One token with nearly all of the probability and a value of zero must not drown the others."""
     rng = rng_of(2)
     keys, values = normal(rng, 60, 1, 64) * 0.1, normal(rng, 60, 1, 64)
@@ -293,6 +293,6 @@ def test_attention_sinks_keep_the_rest(library):
         assert_close(cache.attend(59, queries), twin_attention(queries, keys, values, 59, int8=int8), 2e-2)
 
 
-def test_a_cell_is_padded_to_what_the_vectors_read(library):
+def test_cells_are_padded_to_the_vector_size(library):
     cache = Cache(library, rng_of(0), block_size=16, kv_heads=1, head_dim=24, tokens=16, int8=False)
     assert library.kv_block_bytes(cache.struct) == 2 * CELL * 32 * 2

@@ -11,7 +11,7 @@ OPTIONS = {"num_kv_blocks": 60, "max_num_seqs": 6, "swap_space": 0.0001, "log_st
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_a_quota_lowers_the_default(tmp_path, monkeypatch, kernels):
+def test_a_cpu_quota_lowers_the_default_number_of_threads(tmp_path, monkeypatch, kernels):
     before = torch.get_num_threads()
     make_model("tiny", tmp_path)
     try:

@@ -31,7 +31,7 @@ def test_version_and_help():
         assert "default" in result.stdout or command == "models"
 
 
-def test_one_prompt_streams_and_sums_up():
+def test_one_prompt_is_streamed_with_a_summary():
     result = run("generate", "The capital of France is", "--max-tokens", "8", *FAST)
     assert result.returncode == 0
     assert result.stdout.startswith(" Paris")
@@ -67,7 +67,7 @@ def test_standard_input():
     assert result.stdout.startswith(" Paris")
 
 
-def test_a_conversation_remembers_and_reuses_its_prefix():
+def test_a_conversation_keeps_its_history_and_reuses_its_prefix():
     result = run(
         "-q",
         "chat",
@@ -85,7 +85,7 @@ def test_a_conversation_remembers_and_reuses_its_prefix():
     assert "a new conversation" in result.stderr
 
 
-def test_a_conversation_too_long_is_reported_and_can_restart():
+def test_a_conversation_that_is_too_long_is_reported_and_can_be_restarted():
     result = run("-q", "chat", "--max-tokens", "8", *FAST, stdin="word " * 600 + "\nHi\n")
     assert result.returncode == 0
     assert "at most 511 leave room" in result.stderr
@@ -93,7 +93,7 @@ def test_a_conversation_too_long_is_reported_and_can_restart():
     assert result.stdout.strip()
 
 
-def test_models():
+def test_models_lists_models_and_formats():
     result = run("models")
     assert "smollm2-135m-instruct  9" in result.stdout
     assert "Q6_K" in result.stdout
@@ -125,7 +125,7 @@ def test_errors_are_one_line(args, message):
     assert result.stdout == ""
 
 
-def test_ctrl_c_ends_cleanly():
+def test_ctrl_c_exits_cleanly():
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "treadle", "generate", "Once upon a time", "--ignore-eos", "--max-tokens", "480",
          *FAST],
@@ -154,7 +154,7 @@ def test_a_closed_pipe_is_not_an_error():
     assert "Traceback" not in errors
 
 
-def test_a_second_run_gives_the_same(tmp_path):
+def test_a_second_run_gives_the_same_output(tmp_path):
     args = ["-q", "generate", "Once upon a time", "--temperature", "1", "--max-tokens", "12", *FAST]
     assert run(*args).stdout == run(*args).stdout
 

@@ -30,7 +30,7 @@ def given(command, *args):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_setting_has_a_help_an_option_and_a_row(name):
+def test_every_setting_has_help_an_option_and_a_row_in_the_docs(name):
     declared = settings_of(EngineConfig)[name]
     assert len(declared.help) > 10
     assert not declared.help.endswith(".")
@@ -47,12 +47,12 @@ def test_every_setting_has_a_help_an_option_and_a_row(name):
     ).read_text(encoding="utf-8")
 
 
-def test_the_page_of_settings_is_up_to_date():
+def test_the_settings_page_is_up_to_date():
     page = runpy.run_path(str(DOCS / "make_settings.py"))["page"]()
     assert page == (DOCS / "settings.md").read_text(encoding="utf-8"), "run `make docs`"
 
 
-def test_options_become_the_values_of_their_types():
+def test_options_are_parsed_to_their_types():
     assert given(serve) == {}
     assert given(
         serve, "--max-num-seqs", "3", "--swap-space", "0.5", "--kv-cache-memory", "512M", "--no-enable-prefix-caching",
@@ -71,14 +71,14 @@ def test_options_become_the_values_of_their_types():
         (["--age-limit-s", "old"], "argument --age-limit-s: invalid float value: 'old'"),
     ],
 )
-def test_an_option_of_the_wrong_type(args, message, capsys):
+def test_an_option_of_the_wrong_type_is_refused(args, message, capsys):
     with pytest.raises(SystemExit):
         given(serve, *args)
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if settings_of(EngineConfig)[name].low is not None])
-def test_every_count_is_checked_against_its_declared_least_value(name):
+def test_every_count_is_checked_against_its_declared_minimum(name):
     low = settings_of(EngineConfig)[name].low
     with pytest.raises(ConfigError, match=f"^{name}: must be at least {low}, got {low - 1}$"):
         EngineConfig(**{name: low - 1})
@@ -87,7 +87,7 @@ def test_every_count_is_checked_against_its_declared_least_value(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if settings_of(EngineConfig)[name].choices])
-def test_every_choice_is_checked_against_the_declared_ones(name):
+def test_every_choice_is_checked_against_the_declared_choices(name):
     allowed = ", ".join(map(str, settings_of(EngineConfig)[name].choices))
     with pytest.raises(ConfigError, match=f"^{name}: must be one of {allowed}; got 'other'$"):
         EngineConfig(**{name: "other"})
@@ -101,12 +101,12 @@ def test_every_choice_is_checked_against_the_declared_ones(name):
         ({"swap_space": -1}, "swap_space: must be a number of GiB, at least 0; got -1"),
     ],
 )
-def test_the_other_checks(options, message):
+def test_other_invalid_settings_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
 
 
-def test_the_scheduler_gets_every_setting_that_is_declared_for_it():
+def test_every_scheduling_setting_reaches_the_scheduler():
     changed = {
         "order": "priority", "preemption_mode": "swap", "admission_headroom": 3, "max_consecutive_prefills": 2,
         "age_limit_s": None, "max_num_queued_requests": 5, "max_num_queued_tokens": 50, "seed": 9, "max_num_seqs": 4,

@@ -47,13 +47,13 @@ def write(root, files):
         ),
     ],
 )
-def test_quotas_of_both_versions(tmp_path, files, quotas):
+def test_quotas_of_both_control_group_versions(tmp_path, files, quotas):
     write(tmp_path, files)
     assert list(cpus.cpu_quotas(tmp_path)) == quotas
 
 
 @pytest.mark.parametrize(("quotas", "count"), [([], 6), ([2.5, 4.0], 3), ([0.1], 1), ([8.0], 6)])
-def test_the_least_of_affinity_and_quotas_rounded_up(monkeypatch, quotas, count):
+def test_the_cpu_count_is_the_minimum_of_affinity_and_rounded_up_quotas(monkeypatch, quotas, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setattr(cpus, "cpu_quotas", lambda: iter(quotas))
     assert cpus.available_cpus() == count

@@ -14,14 +14,14 @@ def logger(monkeypatch):
     return logger
 
 
-def test_a_program_that_handles_logs_keeps_them(logger, monkeypatch):
+def test_log_handlers_of_the_program_are_kept(logger, monkeypatch):
     mine = logging.NullHandler()
     monkeypatch.setattr(logger, "handlers", [mine])
     show_logs()
     assert logger.handlers == [mine]
 
 
-def test_otherwise_they_go_to_standard_error(logger, monkeypatch, capsys):
+def test_logs_go_to_standard_error_by_default(logger, monkeypatch, capsys):
     monkeypatch.setattr(logger, "propagate", False)
     monkeypatch.setenv("TREADLE_LOG_LEVEL", "warning")
     show_logs()
@@ -31,7 +31,7 @@ def test_otherwise_they_go_to_standard_error(logger, monkeypatch, capsys):
     assert capsys.readouterr().err == "shown\n"
 
 
-def test_an_unknown_level_is_named(logger, monkeypatch):
+def test_the_error_for_an_unknown_log_level_names_it(logger, monkeypatch):
     monkeypatch.setenv("TREADLE_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="TREADLE_LOG_LEVEL: must be one of DEBUG.*got 'LOUD'"):
         show_logs()

@@ -25,7 +25,7 @@ from treadle.core.sampling_params import (
         ("seed", -(2**63), -(2**63) - 1, "between"),
     ],
 )
-def test_limits(field, largest, too_large, message):
+def test_limits_are_checked(field, largest, too_large, message):
     SamplingParams(**{field: largest})
     with pytest.raises(InvalidRequestError, match=message) as caught:
         SamplingParams(**{field: too_large})
@@ -33,7 +33,7 @@ def test_limits(field, largest, too_large, message):
     assert len(str(caught.value)) < 200
 
 
-def test_allowed_token_ids_are_at_most_the_vocabulary():
+def test_at_most_vocab_size_allowed_token_ids():
     SamplingParams(allowed_token_ids=[3] * 50).check_token_ids(50)
     with pytest.raises(InvalidRequestError, match="allowed_token_ids: must have at most 50 entries, got 51"):
         SamplingParams(allowed_token_ids=[3] * 51).check_token_ids(50)
@@ -41,23 +41,23 @@ def test_allowed_token_ids_are_at_most_the_vocabulary():
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
 @pytest.mark.parametrize("value", [5, "5", b"5", {5: 1}, 1.5, True, object()])
-def test_lists_of_token_ids(field, value):
+def test_invalid_token_id_lists_are_refused(field, value):
     with pytest.raises(InvalidRequestError, match=f"^{field}: must be a list of token ids"):
         SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize("value", [(5, 6), {5}, frozenset({5}), range(5, 7)])
-def test_any_collection_of_token_ids(value):
+def test_any_collection_of_token_ids_is_accepted(value):
     SamplingParams(stop_token_ids=value, allowed_token_ids=value).check_token_ids(10)
 
 
 @pytest.mark.parametrize("field", FLAGS)
 @pytest.mark.parametrize("value", [None, 1, "true"])
-def test_flags_are_bools(field, value):
+def test_flags_must_be_bools(field, value):
     with pytest.raises(InvalidRequestError, match=f"^{field}: must be True or False, got"):
         SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize(("seed", "same"), [(-1, 2**64 - 1), (-(2**63), 2**63), (0, 0), (7, 7)])
-def test_a_negative_seed_is_a_seed(seed, same):
+def test_negative_seeds_are_accepted(seed, same):
     assert Request("a", [1], SamplingParams(seed=seed)).seed == same

@@ -58,7 +58,7 @@ async def tokens(stream):
     return [token for output in [o async for o in stream] for part in output.outputs for token in part.token_ids]
 
 
-def test_leaving_a_call_spares_a_later_request_with_the_name_of_an_ended_one(run):
+def test_aborting_a_finished_stream_does_not_affect_a_new_request_with_its_id(run):
     async def script(engine, add):
         (first,) = await add("a", max_tokens=3)
         assert len(await tokens(first)) == 3
@@ -69,7 +69,7 @@ def test_leaving_a_call_spares_a_later_request_with_the_name_of_an_ended_one(run
     run(script)
 
 
-def test_a_refused_request_does_not_end_the_one_that_has_its_name(run):
+def test_refusing_a_duplicate_id_does_not_affect_the_request_that_has_it(run):
     async def script(engine, add):
         (first,) = await add("a", max_tokens=12)
         for _ in range(3):
@@ -85,7 +85,7 @@ def test_a_refused_request_does_not_end_the_one_that_has_its_name(run):
     run(script)
 
 
-def test_a_name_stays_in_use_until_its_last_output_is_out(run):
+def test_a_request_id_stays_in_use_until_the_last_output_is_delivered(run):
     async def script(engine, add):
         for _ in range(3):
             (first,) = await add("a", max_tokens=500)

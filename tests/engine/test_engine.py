@@ -57,7 +57,7 @@ def test_an_interrupted_step_frees_its_blocks(tiny):
     assert engine.run()["a"].outputs[0].finish_reason == "error"
 
 
-def test_an_abort_gives_what_there_is(tiny):
+def test_an_aborted_request_returns_its_partial_output(tiny):
     engine = TestEngine(tiny.loaded, tiny.weights)
     engine.add("a", [1, 2, 3], GREEDY)
     engine.add("b", [1, 2, 3, 4], GREEDY)
@@ -72,7 +72,7 @@ def test_an_abort_gives_what_there_is(tiny):
     assert len(results["b"].outputs[0].token_ids) == 6
 
 
-def test_the_step_table_tells_what_happened(tiny):
+def test_the_step_table_shows_what_each_request_did(tiny):
     # Three requests of 2 to 8 tokens in a pool of 5 blocks of 4, 8 tokens a step.
     engine = TestEngine(
         tiny.loaded, tiny.weights, num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=8,

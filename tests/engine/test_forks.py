@@ -54,7 +54,7 @@ def told_by_a_child(action):
 
 
 @pytest.mark.parametrize("action", ["generate", "stream", "by hand", "asyncio", "another LLM"])
-def test_a_child_is_told_to_be_spawned(llm, action):
+def test_a_forked_child_gets_an_error_that_recommends_spawn(llm, action):
     stream = llm.stream([1, 2, 3], PARAMS)
     next(stream)
     actions = {
@@ -69,7 +69,7 @@ def test_a_child_is_told_to_be_spawned(llm, action):
     assert len(generate(llm)[0].outputs[0].token_ids) == 4
 
 
-def test_a_child_of_a_process_that_has_not_computed_may_compute(tmp_path):
+def test_a_child_forked_before_the_first_computation_can_compute(tmp_path):
     make_model("tiny", tmp_path)
     code = f"""
 import os, signal

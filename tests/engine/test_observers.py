@@ -83,7 +83,7 @@ def test_an_observer_that_raises_is_logged_once_and_removed(caplog):
     assert sum("Raising" in record.message and "removed" in record.message for record in caplog.records) == 1
 
 
-def test_an_interrupt_while_observers_look_loses_no_output():
+def test_an_interrupt_in_an_observer_loses_no_output():
     class Interrupted:
         def on_step(self, report, outputs, finished):
             if finished:
@@ -98,7 +98,7 @@ def test_an_interrupt_while_observers_look_loses_no_output():
     assert len(result.outputs[0].token_ids) == 5
 
 
-def test_requests_that_end_without_a_step_are_seen():
+def test_observers_see_requests_that_end_between_steps():
     seen = Seen()
     engine, _ = make_engine(seen)
     add(engine, "a")
@@ -127,7 +127,7 @@ def test_a_failed_step_has_a_report_and_no_outputs():
     lookahead=st.sampled_from([0, 3]),
     beams=st.booleans(),
 )
-def test_counts_are_right(seed, mode, lookahead, beams):
+def test_token_counts_agree_with_the_requests(seed, mode, lookahead, beams):
     """Against the requests themselves: every prompt token is new or cached once, every output token generated once."""
     rng = random.Random(seed)
     engine = ToyEngine(
@@ -171,7 +171,7 @@ def test_counts_are_right(seed, mode, lookahead, beams):
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_beams_generate_a_token_each(lookahead):
+def test_each_beam_counts_as_one_generated_token(lookahead):
     engine = ToyEngine(num_lookahead_slots=lookahead)
     seen = Seen()
     engine.observers.append(seen)

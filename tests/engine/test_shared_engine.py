@@ -58,7 +58,7 @@ def bits(*outputs):
     return [i for part in parts for i in part.token_ids], "".join(part.text for part in parts), logprobs
 
 
-def test_generate_within_a_stream(llm, alone):
+def test_generate_while_a_stream_is_open(llm, alone):
     seen = []
     for output in llm.stream(PROMPTS[0], params(0)):
         seen.append(output)
@@ -68,7 +68,7 @@ def test_generate_within_a_stream(llm, alone):
     assert bits(*seen) == alone[0]
 
 
-def test_streams_read_in_turns(llm, alone):
+def test_streams_that_are_read_alternately(llm, alone):
     streams = {i: llm.stream(PROMPTS[i], params(i)) for i in range(5)}
     seen = {i: [] for i in streams}
     while streams:
@@ -81,7 +81,7 @@ def test_streams_read_in_turns(llm, alone):
     assert [bits(*seen[i]) for i in range(5)] == alone[:5]
 
 
-def test_a_stream_that_is_not_read_meanwhile_loses_nothing(llm, alone):
+def test_a_stream_that_is_read_late_loses_no_output(llm, alone):
     stream = llm.stream(PROMPTS[4], params(4))
     first = next(stream)
     llm.generate(PROMPTS[:3], params(5, max_tokens=60), use_tqdm=False)
@@ -90,7 +90,7 @@ def test_a_stream_that_is_not_read_meanwhile_loses_nothing(llm, alone):
     assert llm.engine.num_steps == before  # all of it was in the mailbox
 
 
-def test_many_threads(llm, alone):
+def test_calls_from_many_threads(llm, alone):
     results, errors = {}, []
     start = threading.Barrier(8)
 
@@ -137,7 +137,7 @@ def test_no_thread_starves(llm):
     assert is_long_done.is_set()
 
 
-def test_request_ids_are_given_once(llm):
+def test_request_ids_are_unique_across_calls(llm):
     names = []
     with pytest.raises(InvalidRequestError):
         llm.generate([[5], []], params(0), use_tqdm=False)
@@ -147,7 +147,7 @@ def test_request_ids_are_given_once(llm):
     assert len(set(names)) == len(names)
 
 
-def test_a_stream_that_is_dropped_frees_its_blocks_and_harms_no_other(llm, alone):
+def test_a_dropped_stream_frees_its_blocks_and_affects_no_other(llm, alone):
     kept, dropped = llm.stream(PROMPTS[1], params(1)), llm.stream(PROMPTS[5:8], params(0, max_tokens=80))
     seen = [next(kept)]
     next(dropped)
@@ -158,7 +158,7 @@ def test_a_stream_that_is_dropped_frees_its_blocks_and_harms_no_other(llm, alone
     assert bits(*seen, *kept) == alone[1]
 
 
-def test_a_stream_that_is_dropped_within_a_step_ends_after_it(llm, alone, monkeypatch):
+def test_a_stream_dropped_during_a_step_ends_after_the_step(llm, alone, monkeypatch):
     """As the garbage collector may do it: the thread that closes the stream is within a step itself."""
     dropped = llm.stream(PROMPTS[2], params(2, max_tokens=80))
     next(dropped)
@@ -176,7 +176,7 @@ def test_a_stream_that_is_dropped_within_a_step_ends_after_it(llm, alone, monkey
     assert unfinished[:2] == [2, 1]
 
 
-def test_an_error_in_one_call_harms_no_other(llm, alone):
+def test_an_error_in_one_call_affects_no_other(llm, alone):
     stream = llm.stream(PROMPTS[3], params(3))
     seen = [next(stream)]
     with pytest.raises(Overloaded):
@@ -195,7 +195,7 @@ def test_an_error_in_one_call_harms_no_other(llm, alone):
     assert bits(*seen, *stream) == alone[3]
 
 
-def test_a_call_within_a_step_is_refused_rather_than_waiting_for_itself(llm, monkeypatch):
+def test_a_call_from_within_a_step_is_refused_instead_of_deadlocking(llm, monkeypatch):
     execute = llm.engine.runner.execute
     errors = []
 
@@ -212,7 +212,7 @@ def test_a_call_within_a_step_is_refused_rather_than_waiting_for_itself(llm, mon
     assert "a step of this engine is running in this thread" in errors[0]
 
 
-def test_a_wait_for_the_lock_that_is_broken_off_leaves_the_lock_to_the_next():
+def test_an_interrupted_wait_passes_the_lock_to_the_next_thread():
     lock = _FairLock()
     lock.acquire()
     order = []

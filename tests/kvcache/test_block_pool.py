@@ -10,7 +10,7 @@ def release(pool, blocks, cached=()):
     pool.release(np.array(blocks, dtype=np.int32), is_cached=set(cached).__contains__)
 
 
-def test_free_blocks_go_first_then_the_least_recently_used():
+def test_free_blocks_are_allocated_before_the_least_recently_used_cached_ones():
     evicted = []
     pool = BlockPool(6, on_evict=evicted.append)
     blocks = pool.take(6).tolist()
@@ -49,7 +49,7 @@ def test_a_shared_block_becomes_available_with_its_last_reference():
 
 @examples(200)
 @given(st.lists(st.tuples(st.sampled_from(["take", "release", "reference"]), st.integers(0, 7)), max_size=60))
-def test_agrees_with_a_brute_force_model(actions):
+def test_the_pool_equals_a_brute_force_model(actions):
     size = 8
     pool = BlockPool(size, on_evict=lambda block: cached.discard(block))
     cached = set()

@@ -9,7 +9,7 @@ def hits(engine, name):
     return engine.finished[name].metrics.num_cached_tokens
 
 
-def test_full_hit_leaves_the_last_token_to_compute():
+def test_a_full_hit_still_computes_the_last_token():
     engine = ToyEngine(num_blocks=32, block_size=4)
     prompt = list(range(16))
     engine.add("first", prompt, max_tokens=1)
@@ -22,7 +22,7 @@ def test_full_hit_leaves_the_last_token_to_compute():
     assert hits(engine, "second") == 12
 
 
-def test_one_token_more_hits_all_full_blocks():
+def test_a_prompt_longer_by_one_token_hits_all_full_blocks():
     engine = ToyEngine(num_blocks=32, block_size=4)
     engine.add("first", list(range(16)), max_tokens=1)
     engine.run()
@@ -41,7 +41,7 @@ def test_generated_blocks_are_found_by_the_next_turn():
     assert hits(engine, "second") == 12
 
 
-def test_nothing_is_findable_before_it_is_written():
+def test_a_block_is_not_found_before_its_kv_is_written():
     engine = ToyEngine(num_blocks=32, block_size=4, max_num_batched_tokens=64)
     prompt = list(range(17))
     engine.add("a", prompt, max_tokens=3)
@@ -52,7 +52,7 @@ def test_nothing_is_findable_before_it_is_written():
     assert tokens["a"] == tokens["b"] == toy_continuation(prompt, 3)
 
 
-def test_salts_do_not_share():
+def test_requests_with_different_salts_share_no_blocks():
     engine = ToyEngine(num_blocks=64, block_size=4)
     prompt = list(range(17))
     for name, salt in [("a", None), ("b", "x"), ("c", "y"), ("d", "x")]:
@@ -85,7 +85,7 @@ def test_the_index_never_outgrows_the_pool():
     assert index.version > 1_250  # far more blocks were indexed than there are
 
 
-def test_off_means_off():
+def test_disabled_prefix_caching_finds_no_blocks():
     engine = ToyEngine(num_blocks=32, block_size=4, enable_prefix_caching=False)
     for name in ("a", "b"):
         engine.add(name, list(range(16)), max_tokens=1)
@@ -103,7 +103,7 @@ class CollidingKey(BlockKey):
         return 1
 
 
-def test_colliding_hashes_cost_time_only():
+def test_colliding_hashes_do_not_change_hits():
     index = PrefixIndex()
     keys = [CollidingKey(ROOT, bytes([i]), None) for i in range(50)]
     for i, key in enumerate(keys):
@@ -112,7 +112,7 @@ def test_colliding_hashes_cost_time_only():
     assert index.find(CollidingKey(ROOT, b"other", None)) is None
 
 
-def test_a_whole_run_on_colliding_hashes(monkeypatch):
+def test_colliding_hashes_do_not_change_the_tokens_of_a_run(monkeypatch):
     monkeypatch.setattr("treadle.kvcache.manager.BlockKey", CollidingKey)
     engine = ToyEngine(num_blocks=24, block_size=2, max_model_len=48)
     prompts = {f"r{i}": [i % 3] * (5 + i) for i in range(16)}
@@ -136,7 +136,7 @@ def test_a_child_is_not_reached_through_a_later_parent():
     assert len(index) == 1
 
 
-def test_the_first_block_with_a_content_stays():
+def test_the_index_keeps_the_first_of_equal_blocks():
     index = PrefixIndex()
     key = BlockKey(ROOT, b"a", None)
     assert index.add(key, 1).block == 1
@@ -144,7 +144,7 @@ def test_the_first_block_with_a_content_stays():
     assert not index.holds(2)
 
 
-def test_a_block_whose_parent_was_evicted_can_be_found_again_in_its_new_place():
+def test_a_block_whose_parent_was_evicted_is_found_again_under_its_new_parent():
     index = PrefixIndex()
     old_parent = index.add(BlockKey(ROOT, b"a", None), 1)
     index.add(BlockKey(old_parent.entry_id, b"b", None), 2)

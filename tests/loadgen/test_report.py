@@ -18,11 +18,11 @@ def result(sent, tokens_at, ended, *, output_tokens=None, error=None, late=0.0):
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0.001, 1.0))
-def test_percentiles_are_nearest_ranks(values, share):
+def test_percentiles_use_the_nearest_rank(values, share):
     assert percentile(values, share) == np.percentile(values, 100 * share, method="inverted_cdf")
 
 
-def test_the_figures_by_hand():
+def test_the_summary_equals_figures_computed_by_hand():
     results = [
         result(1.0, [1.5, 1.6, 1.7, 1.8], 1.9),  # ttft 500, tpot 100, e2e 900
         result(1.2, [1.3, 1.5], 1.5),  # ttft 100, tpot 200, e2e 300
@@ -54,7 +54,7 @@ def test_the_figures_by_hand():
         assert text in table
 
 
-def test_no_request_succeeded():
+def test_a_run_without_a_successful_request_has_a_summary():
     summary = summarize([result(1.0, [], 1.1, error="no token arrived")], {})
     assert summary["requests_per_s"] == 0.0
     assert "0 of 1 requests" in render(summary)

@@ -25,7 +25,7 @@ MOONCAKE = [
 OPTIONS = {"length_scale": 1.0, "max_len": 100_000, "vocab_size": 5000, "seed": 3}
 
 
-def test_random_prompts_repeat_and_share_nothing():
+def test_random_prompts_are_reproducible_and_share_no_prefix():
     jobs = random_jobs(20, 30, 7, vocab_size=500, seed=1)
     assert jobs == random_jobs(20, 30, 7, vocab_size=500, seed=1)
     assert jobs != random_jobs(20, 30, 7, vocab_size=500, seed=2)
@@ -35,7 +35,7 @@ def test_random_prompts_repeat_and_share_nothing():
     assert len({job.prompt[:4] for job in jobs}) == 20
 
 
-def test_azure(tmp_path):
+def test_azure_traces_are_parsed(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text(AZURE)
     jobs = trace_jobs(path, 100, **OPTIONS)
@@ -46,7 +46,7 @@ def test_azure(tmp_path):
     assert [(len(job.prompt), job.max_tokens) for job in small] == [(39, 1), (32, 1)]
 
 
-def test_mooncake_prompts_share_prefixes_where_hashes_agree(tmp_path):
+def test_mooncake_prompts_with_equal_hashes_share_prefixes(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, MOONCAKE)))
     for scale, block in ((1.0, 512), (0.125, 64)):
@@ -66,7 +66,7 @@ def test_files_that_are_not_traces_are_refused(tmp_path, content, name):
         trace_jobs(tmp_path / name, 10, **OPTIONS)
 
 
-def test_poisson_arrivals():
+def test_arrivals_at_a_rate_are_a_poisson_process():
     jobs = at_rate([Job((1,), 1)] * 4000, 20.0, seed=1)
     gaps = [b.at - a.at for a, b in pairwise(jobs)]
     assert jobs[0].at == 0.0
@@ -74,13 +74,13 @@ def test_poisson_arrivals():
     assert statistics.pstdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # of an exponential: its mean
 
 
-def test_a_trace_keeps_its_pattern_at_another_rate():
+def test_a_scaled_trace_keeps_its_arrival_pattern():
     jobs = [Job((1,), 1, at) for at in (0.0, 1.0, 1.5, 8.0)]
     assert [job.at for job in at_rate(jobs, 1.0, seed=0)] == [0.0, 0.5, 0.75, 4.0]
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the public traces are not available")
-def test_the_public_traces_are_read():
+def test_the_public_traces_are_parsed():
     for name in ("azure-llm-2023-code.csv", "azure-llm-2023-conv.csv", "mooncake-conversation.jsonl"):
         jobs = trace_jobs(DATA / name, 200, **{**OPTIONS, "length_scale": 0.05})
         assert len(jobs) == 200

@@ -21,7 +21,7 @@ def load(folder, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_transformers(name, tmp_path):
+def test_logits_equal_transformers(name, tmp_path):
     oracle = make_model(name, tmp_path)
     loaded, model = load(tmp_path)
     generator = torch.Generator().manual_seed(5)
@@ -34,7 +34,7 @@ def test_equals_transformers(name, tmp_path):
         assert_greedy(oracle, prompt, output, eos_ids={2}, max_tokens=20)
 
 
-def test_shards(tmp_path):
+def test_sharded_checkpoints_are_loaded(tmp_path):
     oracle = make_model("llama3", tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     loaded, model = load(tmp_path)
@@ -86,7 +86,7 @@ def edit_config(folder, **changes):
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' are not supported"),
     ],
 )
-def test_unsupported_is_named(changes, message, tmp_path):
+def test_errors_name_unsupported_properties(changes, message, tmp_path):
     make_model("llama2", tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(UnsupportedModelError, match=message):
@@ -103,7 +103,7 @@ def test_missing_and_misshapen_weights_are_named(tmp_path):
         load(tmp_path)
 
 
-def test_broken_files_are_named(tmp_path):
+def test_errors_name_the_broken_file(tmp_path):
     with pytest.raises(ModelLoadError, match="no config.json"):
         load_model(str(tmp_path))
     make_model("llama2", tmp_path)
@@ -119,7 +119,7 @@ def test_broken_files_are_named(tmp_path):
         load_model(str(tmp_path))
 
 
-def test_config_lacking_a_field(tmp_path):
+def test_a_missing_config_field_is_named(tmp_path):
     make_model("llama2", tmp_path)
     edit_config(tmp_path, hidden_size=None)
     with pytest.raises(ModelLoadError, match=r"config.json lacks 'hidden_size'"):

@@ -49,16 +49,16 @@ def gguf_model(path, names, eos=None, template=PLAIN, control=True):
         (["<mask>", "<tool>"], 3, {3}),
     ],
 )
-def test_control_tokens_that_are_known_to_end_a_turn(names, eos, ends, tmp_path):
+def test_known_control_tokens_end_a_turn(names, eos, ends, tmp_path):
     assert gguf_model(tmp_path / "model.gguf", names, eos).eos_token_ids == ends
 
 
-def test_ordinary_tokens_of_these_texts_end_nothing(tmp_path):
+def test_ordinary_tokens_with_the_same_text_do_not_end_a_turn(tmp_path):
     names = ["<mask>", "<|im_end|>", "<|end|>"]
     assert gguf_model(tmp_path / "model.gguf", names, 2, control=False).eos_token_ids == {2}
 
 
-def test_the_token_with_which_the_template_closes_an_answer(tmp_path):
+def test_the_token_that_the_template_puts_after_an_answer_ends_it(tmp_path):
     names = ["<|assistant|>", "<|assistant_over|>", "<|assistant_over|>>", "<|user_over|>"]
     assert gguf_model(tmp_path / "a.gguf", names, template=TURNS).eos_token_ids == {3}
     assert gguf_model(tmp_path / "b.gguf", names, template=TURNS, control=False).eos_token_ids == frozenset()
@@ -66,12 +66,12 @@ def test_the_token_with_which_the_template_closes_an_answer(tmp_path):
     assert gguf_model(tmp_path / "d.gguf", names, template="<|assistant|>").eos_token_ids == frozenset()
 
 
-def test_the_longest_token_closes(tmp_path):
+def test_the_longest_matching_token_ends_an_answer(tmp_path):
     names = ["<|assistant_over|>", "<|assistant_over|>\n"]
     assert gguf_model(tmp_path / "model.gguf", names, template=TURNS).eos_token_ids == {3}
 
 
-def test_what_follows_an_answer():
+def test_the_text_after_an_answer_is_found_in_the_template():
     assert ChatTemplate(PLAIN).ending() == ""
     assert ChatTemplate(TURNS).ending() == "<|assistant_over|>\n"
 
@@ -98,15 +98,15 @@ def folder(path, *, config=None, generation=None, eos_token=None, names=CONTROL)
         ({}, set()),
     ],
 )
-def test_every_file_of_a_folder(named, ends, tmp_path):
+def test_end_tokens_are_collected_from_every_file_of_a_folder(named, ends, tmp_path):
     assert folder(tmp_path / "model", names=["<a>", "<b>", "<c>", "<d>"], **named).eos_token_ids == ends
 
 
-def test_special_tokens_of_a_folder(tmp_path):
+def test_special_tokens_of_a_folder_end_a_turn(tmp_path):
     assert folder(tmp_path / "model", generation=5).eos_token_ids == {2, 3, 5}
 
 
-def test_end_tokens_that_the_model_cannot_produce(tmp_path):
+def test_end_tokens_outside_the_vocabulary_are_ignored(tmp_path):
     files = huggingface_files()
     files["tokenizer.json"]["added_tokens"].append({**files["tokenizer.json"]["added_tokens"][0]})
     files["tokenizer.json"]["added_tokens"][-1] |= {"id": len(TOKENS), "content": "<|im_end|>"}

@@ -46,7 +46,7 @@ def test_metadata_and_tensors_equal_the_gguf_package(file, request):
 
 
 @pytest.mark.parametrize("kind", SUPPORTED_TYPES)
-def test_every_type_computes_what_transformers_computes_on_its_values(kind, tmp_path):
+def test_every_gguf_type_equals_transformers_on_the_same_values(kind, tmp_path):
     path = tmp_path / "model.gguf"
     oracle = write_llama_gguf(path, gguf.GGMLQuantizationType[kind])
     loaded, model = load_weights(path)
@@ -55,7 +55,7 @@ def test_every_type_computes_what_transformers_computes_on_its_values(kind, tmp_
     assert (ours - theirs).abs().max() < 1e-3 * max(1.0, float(theirs.abs().max()))
 
 
-def test_rope_divisors_are_llama3_scaling(tmp_path):
+def test_rope_divisors_equal_llama3_scaling(tmp_path):
     path = tmp_path / "model.gguf"
     oracle = write_llama_gguf(path, gguf.GGMLQuantizationType.F32, llama3_rope=True)
     loaded, model = load_weights(path)
@@ -64,7 +64,7 @@ def test_rope_divisors_are_llama3_scaling(tmp_path):
 
 
 @pytest.mark.parametrize("name", gguf_names())
-def test_names_of_weights_equal_the_gguf_packages(name):
+def test_weight_names_equal_those_of_the_gguf_package(name):
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     theirs = gguf.get_tensor_name_map(arch, 12)
     weights = find_gguf(name).weights
@@ -74,14 +74,14 @@ def test_names_of_weights_equal_the_gguf_packages(name):
             assert weights.name_of(f"{weight}.weight") == f"{theirs.get_name(weight)}.weight"
 
 
-def test_unsupported_type_is_named(tmp_path):
+def test_the_error_for_an_unsupported_type_names_it(tmp_path):
     path = tmp_path / "model.gguf"
     write_llama_gguf(path, gguf.GGMLQuantizationType.Q5_0)
     with pytest.raises(UnsupportedModelError, match="quantized as Q5_0; supported are F32"):
         load_model(str(path))
 
 
-def test_unsupported_architecture_is_named(tmp_path):
+def test_the_error_for_an_unsupported_architecture_names_it(tmp_path):
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "mamba")
     writer.write_header_to_file()
@@ -93,14 +93,14 @@ def test_unsupported_architecture_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("length", [0, 3, 10, 100, 5_000, 1_000_000])
-def test_cut_off_files(length, embedded_path, tmp_path):
+def test_truncated_files_are_refused(length, embedded_path, tmp_path):
     path = tmp_path / "cut.gguf"
     path.write_bytes(embedded_path.read_bytes()[:length])
     with pytest.raises(ModelLoadError, match=r"cut\.gguf"):
         load_model(str(path))
 
 
-def test_a_file_cut_off_within_its_tensors(embedded_path, tmp_path):
+def test_a_file_truncated_in_its_tensors_is_refused(embedded_path, tmp_path):
     path = tmp_path / "cut.gguf"
     path.write_bytes(embedded_path.read_bytes()[:-5000])
     with pytest.raises(ModelLoadError, match="cut off; .* needs bytes"):
@@ -108,7 +108,7 @@ def test_a_file_cut_off_within_its_tensors(embedded_path, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_scrambled_headers_are_errors_not_crashes(seed, embedded_path, tmp_path):
+def test_random_changes_to_a_header_cause_errors_not_crashes(seed, embedded_path, tmp_path):
     data = bytearray(embedded_path.read_bytes()[:3_000_000])
     rng = np.random.default_rng(seed)
     for position in rng.integers(4, 2_000, size=30):
@@ -119,7 +119,7 @@ def test_scrambled_headers_are_errors_not_crashes(seed, embedded_path, tmp_path)
         load_weights(path)
 
 
-def test_not_gguf(tmp_path):
+def test_a_file_of_another_format_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(ModelLoadError, match="is not a GGUF file"):

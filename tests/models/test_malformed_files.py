@@ -79,26 +79,26 @@ def load_gguf(path, fields=None, tensors=None):
         ("tokenizer.chat_template", (STRING, "{{" + "(" * 5000), "chat template is not valid"),
     ],
 )  # fmt: skip
-def test_gguf_metadata(key, field, message, tmp_path):
+def test_invalid_gguf_metadata_is_refused(key, field, message, tmp_path):
     with pytest.raises(ModelLoadError, match=rf"model\.gguf: .*{message}"):
         load_gguf(tmp_path / "model.gguf", gguf_fields() | {key: field})
 
 
 @pytest.mark.parametrize("key", ["general.architecture", "llama.block_count", "llama.embedding_length"])
-def test_missing_gguf_metadata(key, tmp_path):
+def test_missing_gguf_metadata_is_named(key, tmp_path):
     fields = gguf_fields()
     del fields[key]
     with pytest.raises(ModelLoadError, match=rf"model\.gguf lacks '{key}'"):
         load_gguf(tmp_path / "model.gguf", fields)
 
 
-def test_an_array_of_arrays(tmp_path):
+def test_a_gguf_array_of_arrays_is_refused(tmp_path):
     nested = struct.pack("<IQ", ARRAY, 1) * 5000 + struct.pack("<IQ", UINT32, 0)
     with pytest.raises(ModelLoadError, match=r"model\.gguf: extra is an array of arrays"):
         load_gguf(tmp_path / "model.gguf", gguf_fields() | {"extra": ((ARRAY, ARRAY), [nested])})
 
 
-def test_a_key_twice(tmp_path):
+def test_a_duplicate_gguf_key_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_bytes(gguf_fields() | {"llama.block_counT": (UINT32, 2)}, gguf_tensors()))
     path.write_bytes(path.read_bytes().replace(b"block_counT", b"block_count"))
@@ -123,7 +123,7 @@ def test_a_key_twice(tmp_path):
         ({"offset": 1}, "the offset of blk.0.attn_q.weight must be a multiple of 32, got 1"),
     ],
 )
-def test_gguf_tensors(changes, message, tmp_path):
+def test_invalid_gguf_tensors_are_refused(changes, message, tmp_path):
     tensors = gguf_tensors()
     i = next(i for i, tensor in enumerate(tensors) if tensor[0] == "blk.0.attn_q.weight")
     described = dict(zip(("name", "shape", "kind", "offset", "raw"), tensors[i], strict=True)) | changes
@@ -132,7 +132,7 @@ def test_gguf_tensors(changes, message, tmp_path):
         load_gguf(tmp_path / "model.gguf", tensors=tensors)
 
 
-def test_rope_divisors_of_another_head(tmp_path):
+def test_rope_divisors_of_the_wrong_size_are_refused(tmp_path):
     raw = np.ones(3, dtype=np.float32).tobytes()
     _, _, _, offset, last = gguf_tensors()[-1]
     extra = ("rope_freqs.weight", (3,), F32, offset + len(last), raw)
@@ -140,7 +140,7 @@ def test_rope_divisors_of_another_head(tmp_path):
         load_gguf(tmp_path / "model.gguf", tensors=[*gguf_tensors(), extra])
 
 
-def test_a_sentencepiece_token_of_a_megabyte(tmp_path):
+def test_a_sentencepiece_token_of_a_megabyte_is_refused(tmp_path):
     """Its splits would be half a trillion characters."""
     tokens = [*TOKENS[:-1], "a" * 2**20]
     fields = gguf_fields() | {
@@ -151,7 +151,7 @@ def test_a_sentencepiece_token_of_a_megabyte(tmp_path):
     assert load_gguf(tmp_path / "model.gguf", fields).tokenizer.vocab_size == VOCAB
 
 
-def test_too_few_scores(tmp_path):
+def test_a_vocabulary_with_too_few_scores_is_refused(tmp_path):
     fields = gguf_fields() | {"tokenizer.ggml.model": (STRING, "llama")}
     with pytest.raises(ModelLoadError, match="no token scores"):
         load_gguf(tmp_path / "model.gguf", fields)
@@ -203,7 +203,7 @@ def test_too_few_scores(tmp_path):
         ("tokenizer_config", {"chat_template": [{"name": "default"}]}, r"chat_template\[0\] lacks 'template'"),
     ],
 )  # fmt: skip
-def test_huggingface_config(file, changes, message, tmp_path):
+def test_invalid_huggingface_configs_are_refused(file, changes, message, tmp_path):
     files = huggingface_files()
     files[f"{file}.json"] |= changes
     if file == "config":
@@ -229,20 +229,20 @@ def test_huggingface_config(file, changes, message, tmp_path):
         ("model.safetensors.index.json", {"weight_map": {"a": "b.safetensors"}}, "b.safetensors: cannot be read"),
     ],
 )  # fmt: skip
-def test_huggingface_files(file, content, message, tmp_path):
+def test_invalid_huggingface_files_are_refused(file, content, message, tmp_path):
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_path(write_folder(tmp_path / "model", huggingface_files() | {file: content}))
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_tensor_in_two_files(tmp_path):
+def test_a_tensor_in_two_files_is_refused(tmp_path):
     files = huggingface_files()
     files["second.safetensors"] = files["model.safetensors"]
     with pytest.raises(ModelLoadError, match=r"second\.safetensors: another file of the folder also contains"):
         load_path(write_folder(tmp_path / "model", files))
 
 
-def test_weights_of_integers(tmp_path):
+def test_integer_weights_are_refused(tmp_path):
     files = huggingface_files()
     values = {name: value.astype(np.int32) for name, value in weights().values()}
     files["model.safetensors"] = safetensors.numpy.save(values)
@@ -252,7 +252,7 @@ def test_weights_of_integers(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["token_embd.weight", "blk.0.ffn_down.weight", "output_norm.weight"])
-def test_weights_that_are_not_finite(name, value, tmp_path):
+def test_non_finite_weights_are_refused(name, value, tmp_path):
     tensors = gguf_tensors()
     for i, (other, shape, kind, offset, raw) in enumerate(tensors):
         if other == name:
@@ -285,7 +285,7 @@ class Noted:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_weights_that_are_checked_are_those_that_backends_read(name, tmp_path):
+def test_the_checked_weights_are_those_that_backends_load(name, tmp_path):
     make_model(name, tmp_path)
     loaded = load_path(tmp_path)
     noted = Noted(loaded.weights)
@@ -297,7 +297,7 @@ def test_the_weights_that_are_checked_are_those_that_backends_read(name, tmp_pat
         assert noted.asked == dict(weight_shapes(loaded.config))
 
 
-def test_null_is_absent(tmp_path):
+def test_a_null_value_counts_as_absent(tmp_path):
     files = huggingface_files()
     files["config.json"] |= {"rope_theta": None, "head_dim": None, "hidden_act": None}
     files["tokenizer_config.json"] |= {"bos_token": None, "chat_template": None}

@@ -113,7 +113,7 @@ def test_the_example_of_the_docs_equals_transformers(install, tmp_path):
 
 @pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
 @pytest.mark.parametrize("int8", [False, True])
-def test_the_native_kernels_run_it_as_the_same_weights_of_a_llama(int8, install, tmp_path):
+def test_the_native_kernels_compute_the_same_as_for_a_llama_with_the_same_weights(int8, install, tmp_path):
     install("phi3", example())
     save_as_llama(make_phi3(tmp_path / "phi3"), tmp_path / "llama")
     outputs = []
@@ -124,13 +124,13 @@ def test_the_native_kernels_run_it_as_the_same_weights_of_a_llama(int8, install,
     assert outputs[0] == outputs[1]
 
 
-def test_without_its_package_it_is_refused(tmp_path):
+def test_the_model_is_refused_without_the_package(tmp_path):
     make_phi3(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"Phi3ForCausalLM is not supported; supported are LlamaFor.*"):
         load_model(str(tmp_path))
 
 
-def test_a_misshapen_tensor_is_named_by_its_own_name(install, tmp_path):
+def test_the_error_for_a_misshapen_tensor_gives_the_name_in_the_file(install, tmp_path):
     install("phi3", example())
     make_phi3(tmp_path)
     text = (tmp_path / "config.json").read_text()
@@ -155,7 +155,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("module", "source", "message"), BROKEN, ids=[name for name, _, _ in BROKEN])
-def test_a_broken_entry_point_is_named_and_harms_no_other_model(module, source, message, install, tmp_path, capsys):
+def test_a_broken_entry_point_is_reported_and_affects_no_other_model(
+    module, source, message, install, tmp_path, capsys
+):
     install(module, source)
     install("phi3", example())
     make_model("llama3", tmp_path / "llama")
@@ -178,13 +180,13 @@ def test_code_of_other_packages_does_not_run_for_a_built_in_architecture(install
     load_model(str(tmp_path))
 
 
-def test_each_module_is_an_architecture():
+def test_each_module_defines_an_architecture():
     names = [architecture.huggingface.name for architecture in all_architectures().usable]
     folder = Path(sys.modules["treadle.models.architectures"].__file__).parent
     assert len(names) == len(set(names)) == len(list(folder.glob("*.py"))) - 1
 
 
-def test_spec_errors_of_a_package_name_the_file(install, tmp_path):
+def test_spec_errors_in_a_package_name_the_file(install, tmp_path):
     install(
         "needs",
         """

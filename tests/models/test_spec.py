@@ -71,7 +71,7 @@ def native_pass(spec):
     ],
 )
 @pytest.mark.parametrize("forward_pass", [torch_pass, native_pass])
-def test_what_a_pass_cannot_compute_is_named_before_weights_are_read(forward_pass, layer, message):
+def test_unsupported_layers_are_refused_before_weights_are_read(forward_pass, layer, message):
     with pytest.raises(UnsupportedModelError, match=message):
         forward_pass(spec_of(LAYER, layer))
 
@@ -84,7 +84,7 @@ def test_what_a_pass_cannot_compute_is_named_before_weights_are_read(forward_pas
         (norm(eps=1e-6), "layers 0 and 1 differ in norm.eps"),
     ],
 )
-def test_layers_that_only_torch_computes(layer, message):
+def test_layers_supported_only_by_torch(layer, message):
     spec = spec_of(LAYER, layer)
     assert message.replace("\\", "") in why_not_native(spec)
     if RUNNABLE:
@@ -122,14 +122,14 @@ def test_torch_computes_layers_of_different_sizes():
     assert torch.allclose(hidden[0], hidden[1], atol=1e-5)
 
 
-def test_sizes_that_the_kernels_refuse():
+def test_the_kernels_refuse_unsupported_sizes():
     assert "65 query heads (attention.num_heads) share a KV head" in why_not_native(spec_of(attention(num_heads=130)))
     assert "attention.head_dim is 320" in why_not_native(spec_of(attention(head_dim=320)))
     assert why_not_native(spec_of(attention(num_heads=128))) is None
     assert "norm.eps" in why_not_native(replace(spec_of(LAYER), norm=NormSpec(eps=1.0)))
 
 
-def test_keys_and_values_have_one_shape():
+def test_layers_with_different_head_sizes_are_refused():
     with pytest.raises(UnsupportedModelError, match=r"differ in attention.head_dim \(8 and 16\); KV blocks hold one"):
         spec_of(LAYER, attention(head_dim=16))
 
@@ -150,7 +150,7 @@ def test_keys_and_values_have_one_shape():
         (lambda: repeat_layer(LAYER, 2.0), "num_hidden_layers must be an integer from 1 to 4096, got 2.0"),
     ],
 )
-def test_what_makes_no_sense(make, message):
+def test_inconsistent_specs_are_refused(make, message):
     with pytest.raises(ModelLoadError, match=message):
         make()
 
@@ -172,7 +172,7 @@ CONFIG = {
         ({"sliding_window": None, "use_sliding_window": True}, [None] * 4),
     ],
 )
-def test_windows_belong_to_layers(changes, windows):
+def test_attention_windows_are_assigned_per_layer(changes, windows):
     config = CONFIG | changes
     spec = with_sliding_windows(spec_from_huggingface("LoomForCausalLM", config), config)
     assert [layer.attention.window for layer in spec.layers] == windows

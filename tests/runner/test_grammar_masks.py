@@ -19,7 +19,7 @@ def compiler(embedded_model):
     return GrammarCompiler(model.tokenizer, model.config.vocab_size, model.eos_token_ids)
 
 
-def test_the_next_sequence_in_a_row_does_not_inherit_an_error(compiler, embedded_model):
+def test_a_new_sequence_in_a_row_does_not_inherit_an_error(compiler, embedded_model):
     """Rows are filled again at once: the same grammar, with an output that obeys it."""
     params = SamplingParams(structured_outputs={"regex": "a*b"})
     grammar = compiler.compile(params.structured_outputs)

@@ -112,7 +112,7 @@ def test_filters_keep_what_brute_force_keeps(seed, top_k, top_p, min_p, temperat
     assert kept == kept_by_brute_force(logits[0], params)
 
 
-def test_filters_beyond_the_candidates():
+def test_filters_that_keep_more_tokens_than_the_candidates():
     # A flat distribution over more tokens than the sampler looks at first.
     logits = torch.linspace(0, 0.1, 5000)[None, :]
     many = filter_logits(logits, np.array([3000]), np.array([1.0]), np.array([0.0]))
@@ -149,7 +149,7 @@ def test_noise_is_uniform_and_differs_by_seed_sequence_and_position():
         assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.03
 
 
-def test_a_row_does_not_see_its_neighbours(sampler, sample):
+def test_a_row_does_not_depend_on_the_other_rows(sampler, sample):
     params = SamplingParams(temperature=0.9, top_p=0.8, seed=11)
     alone, _ = sample(logits_like(1), params, seeds=[11])
     others = [SamplingParams(temperature=0.0), SamplingParams(temperature=2.0, top_k=5), params]
@@ -159,7 +159,7 @@ def test_a_row_does_not_see_its_neighbours(sampler, sample):
     assert tokens[0] == int(logits_like(8, 2)[0].argmax())
 
 
-def test_greedy_is_the_most_likely(sample):
+def test_greedy_sampling_selects_the_most_likely_token(sample):
     for seed in range(5):
         assert sample(logits_like(seed), SamplingParams(temperature=0.0))[0] == int(logits_like(seed).argmax())
 
@@ -197,7 +197,7 @@ def test_bias_and_allowed_ids(sample):
         assert token in allowed
 
 
-def test_no_end_before_min_tokens(sample):
+def test_end_tokens_are_masked_before_min_tokens(sample):
     logits = torch.zeros(1, V)
     logits[0, 7], logits[0, 8] = 5.0, 4.0
     params = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=9)
@@ -206,7 +206,7 @@ def test_no_end_before_min_tokens(sample):
     assert sample(logits, params, outputs={0: [1, 1]}, **ends)[0] == 7
 
 
-def test_logprobs_are_of_the_untouched_logits(sample):
+def test_logprobs_are_computed_from_the_unmodified_logits(sample):
     logits = logits_like(9)
     expected = logits[0].log_softmax(-1)
     order = expected.argsort(descending=True).tolist()
@@ -219,7 +219,7 @@ def test_logprobs_are_of_the_untouched_logits(sample):
     assert logprobs.top_logprobs == pytest.approx(expected[order[:3]].tolist(), abs=1e-6)
 
 
-def test_zero_logprobs_still_tell_the_token(sample):
+def test_logprobs_zero_still_reports_the_sampled_token(sample):
     _, logprobs = sample(logits_like(9), SamplingParams(temperature=0.0, logprobs=0))
     assert logprobs.rank == 1
     assert logprobs.top_token_ids == ()
@@ -235,7 +235,7 @@ def test_zero_logprobs_still_tell_the_token(sample):
     min_p=st.sampled_from([0.0, 0.05]),
     temperature=st.sampled_from([0.3, 1.0]),
 )
-def test_native_draws_are_those_of_torch(seed, vocab, spread, top_k, top_p, min_p, temperature):
+def test_native_draws_equal_those_of_torch(seed, vocab, spread, top_k, top_p, min_p, temperature):
     """The same token for the same noise, but where the noise lies on the edge between two."""
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, spread, (1, vocab)).astype(np.float32))
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
@@ -256,7 +256,7 @@ FILTERS = ("top_k", "top_p", "min_p")
 
 @examples(60)
 @given(seed=st.integers(0, 10_000), vocab=st.sampled_from([1, 16, 31, 300]), num_top=st.integers(0, 20))
-def test_native_reports_are_those_of_torch(seed, vocab, num_top):
+def test_native_logprobs_equal_those_of_torch(seed, vocab, num_top):
     rng = np.random.default_rng(seed)
     # Few distinct values: ties are broken towards the lower id.
     values = torch.from_numpy(rng.integers(-20, 20, (3, vocab)).astype(np.float32) / 4)
@@ -273,7 +273,7 @@ def test_native_reports_are_those_of_torch(seed, vocab, num_top):
         assert list(a.top_token_ids) == order[: len(a.top_token_ids)]
 
 
-def test_a_forbidden_token_is_never_drawn_natively():
+def test_the_native_sampler_never_draws_a_forbidden_token():
     logits = torch.full((1, 500), -torch.inf)
     logits[0, 400] = -3.0
     table, rows = rows_for([SamplingParams(temperature=5.0)])

@@ -87,7 +87,9 @@ def patcher():
     headroom=st.integers(0, 1),
     arrivals=st.lists(ARRIVAL, min_size=1, max_size=14),
 )
-def test_same_plans(policy, order, mode, lookahead, pool, host, headroom, arrivals, patcher):
+def test_the_shortcut_gives_the_plans_of_the_general_path(
+    policy, order, mode, lookahead, pool, host, headroom, arrivals, patcher
+):
     def make():
         return ToyEngine(
             num_blocks=pool, block_size=4, num_host_blocks=host, scheduler=policy, order=order, preemption_mode=mode,

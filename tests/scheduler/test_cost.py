@@ -71,7 +71,7 @@ def plan_into(plans: list, scheduler: Scheduler) -> None:
     plans.append(scheduler.schedule())
 
 
-def test_a_calm_step_makes_the_same_calls_for_any_number_of_sequences():
+def test_a_plain_decode_step_makes_the_same_number_of_calls_for_any_batch_size():
     """Rows at a block edge and a queue that waits included."""
     costs = []
     for num_seqs in (16, 256):
@@ -82,7 +82,7 @@ def test_a_calm_step_makes_the_same_calls_for_any_number_of_sequences():
 
 
 @pytest.mark.parametrize("num_victims", [1, 4])
-def test_a_pressed_step_costs_by_the_victim(num_victims):
+def test_the_cost_of_preemptions_is_proportional_to_the_victims(num_victims):
     """All rows are at a block edge; what is preempted pays, what only decodes or takes a block does not."""
     costs, plans = [], []
     for num_seqs in (16, 256):
@@ -98,7 +98,7 @@ def test_a_pressed_step_costs_by_the_victim(num_victims):
     assert costs[1] <= 150 * num_victims
 
 
-def test_collect_visits_the_streams_that_got_a_token():
+def test_collect_visits_only_the_streams_that_got_a_token():
     vocabulary = tokenizers.models.WordLevel({str(i): i for i in range(50)}, unk_token="0")
     costs = []
     for num_waiting in (0, 500):

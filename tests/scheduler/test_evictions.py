@@ -14,7 +14,7 @@ B = 4
 POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]
 
 
-def test_too_few_seats_displace_nobody():
+def test_no_displacement_if_all_victims_free_too_few_seats():
     engine = ToyEngine(order="priority", max_num_seqs=4, max_num_batched_tokens=16)
     engine.add("best", [1, 2], 30, priority=0)
     for i in range(3):
@@ -29,7 +29,7 @@ def test_too_few_seats_displace_nobody():
     assert engine.outputs("four") == [toy_continuation([5, 6, 7], 5, index=i) for i in range(4)]
 
 
-def test_too_few_blocks_displace_nobody():
+def test_no_displacement_if_all_victims_free_too_few_blocks():
     engine = ToyEngine(num_blocks=12, block_size=B, order="priority", max_model_len=48, admission_headroom=0)
     engine.add("best", [1] * 22, 10, priority=0)
     engine.step()
@@ -44,7 +44,7 @@ def test_too_few_blocks_displace_nobody():
     assert engine.outputs("large") == [toy_continuation(range(40), 3)]
 
 
-def test_only_as_many_as_it_takes_are_displaced():
+def test_displacement_preempts_as_few_requests_as_possible():
     engine = ToyEngine(
         num_blocks=15, block_size=B, order="priority", max_model_len=60, admission_headroom=0,
         max_num_batched_tokens=48,
@@ -64,7 +64,7 @@ def test_only_as_many_as_it_takes_are_displaced():
     engine.run()
 
 
-def test_a_group_that_cannot_grow_falls_without_taking_others_along():
+def test_a_group_that_cannot_grow_is_preempted_without_other_victims():
     """Its children need two blocks at once for copies of their shared tail; the one behind holds one."""
     engine = ToyEngine(num_blocks=5, block_size=B, max_model_len=20, max_num_seqs=6, admission_headroom=0)
     engine.add("first", [1] * 4, 12)
@@ -135,7 +135,9 @@ def patcher():
     caching=st.booleans(),
     arrivals=st.lists(ARRIVAL, min_size=3, max_size=14),
 )
-def test_evictions_pay(policy, order, mode, pool, host, headroom, caching, arrivals, patcher):
+def test_preemptions_make_enough_room_with_no_redundant_victim(
+    policy, order, mode, pool, host, headroom, caching, arrivals, patcher
+):
     engine = ToyEngine(
         num_blocks=pool, block_size=4, num_host_blocks=host, scheduler=policy, order=order, preemption_mode=mode,
         max_model_len=60, max_num_seqs=6, max_num_batched_tokens=20, admission_headroom=headroom,
@@ -181,7 +183,7 @@ CANDIDATES = st.lists(st.frozensets(st.integers(0, 12), max_size=4), min_size=1,
 
 
 @given(candidates=CANDIDATES, needed=st.integers(1, 10))
-def test_fewest(candidates, needed):
+def test_fewest_selects_a_minimal_list_of_victims(candidates, needed):
     """Each candidate frees what it alone holds, and what it shares if all that share it go."""
     named = list(enumerate(candidates))
 

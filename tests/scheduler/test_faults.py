@@ -21,7 +21,7 @@ def test_a_lone_request_that_fills_the_pool(policy):
 
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 8, 16, 64])
-def test_prompts_at_block_edges_for_every_chunk(policy, chunk):
+def test_prompts_around_block_edges_with_every_chunk_size(policy, chunk):
     engine = ToyEngine(num_blocks=64, block_size=B, max_num_seqs=1, max_num_batched_tokens=chunk, scheduler=policy)
     expected = {}
     for length in [k * B + d for k in (1, 2, 3, 4) for d in (-1, 0, 1)]:
@@ -31,7 +31,7 @@ def test_prompts_at_block_edges_for_every_chunk(policy, chunk):
     assert engine.run() == expected
 
 
-def test_prompt_of_the_whole_length_and_one_less():
+def test_prompts_at_the_length_limit():
     engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32)
     with pytest.raises(InvalidRequestError, match="has 32 tokens, and at most 31 leave room"):
         engine.add("whole", list(range(32)))
@@ -40,19 +40,19 @@ def test_prompt_of_the_whole_length_and_one_less():
     assert engine.run() == {"one less": toy_continuation(range(31), 1)}
 
 
-def test_a_pool_too_small_for_the_length_is_refused_at_the_start():
+def test_a_pool_too_small_for_max_model_len_is_refused():
     with pytest.raises(
         ConfigError, match="at most the 32 tokens that the KV pool holds .8 blocks of 4 tokens., got 33"
     ):
         ToyEngine(num_blocks=8, block_size=B, max_model_len=33)
 
 
-def test_a_budget_below_the_seats_is_refused_at_the_start():
+def test_a_token_budget_below_max_num_seqs_is_refused():
     with pytest.raises(ConfigError, match=r"max_num_seqs \(8\).*got 7"):
         ToyEngine(max_num_seqs=8, max_num_batched_tokens=7)
 
 
-def test_an_unknown_policy_is_named():
+def test_the_error_for_an_unknown_policy_names_it():
     with pytest.raises(
         ConfigError, match="unknown phase policy 'fastest'; known: chunked, phased, prefill-first, three-phase"
     ):
@@ -60,7 +60,7 @@ def test_an_unknown_policy_is_named():
 
 
 @pytest.mark.parametrize("limit", [1, 3, 8])
-def test_endless_arrivals_under_phased_delay_decodes_by_a_bounded_time(limit):
+def test_endless_arrivals_under_phased_delay_decodes_by_a_bounded_number_of_steps(limit):
     engine = ToyEngine(
         num_blocks=500, block_size=B, scheduler="phased", max_num_seqs=8, max_num_batched_tokens=16,
         max_model_len=200, max_consecutive_prefills=limit,
@@ -98,7 +98,7 @@ def test_every_request_ends_under_endless_arrivals(policy):
     assert len(engine.finished) == 300
 
 
-def test_the_victim_is_the_last_and_returns_to_its_place():
+def test_the_victim_is_last_in_rank_and_returns_to_its_place_in_the_queue():
     engine = ToyEngine(num_blocks=6, block_size=B, max_model_len=24, max_num_seqs=4, admission_headroom=0)
     for name in "abcd":
         engine.add(name, [ord(name) % 50] * 3, max_tokens=9)
@@ -115,7 +115,7 @@ def test_the_victim_is_the_last_and_returns_to_its_place():
     assert engine.run() == expected
 
 
-def test_a_step_that_preempts_admits_nobody():
+def test_a_step_that_preempts_admits_no_request():
     engine = ToyEngine(num_blocks=6, block_size=B, max_model_len=24, max_num_seqs=6, admission_headroom=0)
     for i in range(8):
         engine.add(f"r{i}", [i] * 3, max_tokens=10)
@@ -130,7 +130,7 @@ def test_a_step_that_preempts_admits_nobody():
 @pytest.mark.parametrize("policy", ["chunked", "three-phase", "prefill-first", "phased"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("headroom", [0, 1])
-def test_little_thrash_in_a_pool_for_three_of_24(policy, mode, headroom):
+def test_requests_are_rarely_preempted_in_a_pool_for_three_of_24(policy, mode, headroom):
     engine = ToyEngine(
         num_blocks=24, block_size=B, max_model_len=48, max_num_seqs=24, max_num_batched_tokens=48, scheduler=policy,
         num_host_blocks=60, preemption_mode=mode, admission_headroom=headroom,
@@ -167,7 +167,7 @@ def test_recompute_after_a_hundred_outputs_in_chunks_of_eight():
     assert max(counts) <= 8
 
 
-def test_a_plan_has_to_come_back_before_the_next_one():
+def test_schedule_requires_the_result_of_the_previous_plan():
     engine = ToyEngine()
     engine.add("a", [1])
     plan = engine.scheduler.schedule()
@@ -178,20 +178,20 @@ def test_a_plan_has_to_come_back_before_the_next_one():
         engine.scheduler.update(plan, engine.runner.execute(plan))
 
 
-def test_a_name_in_use_is_refused():
+def test_a_request_id_in_use_is_refused():
     engine = ToyEngine()
     engine.add("a", [1])
     with pytest.raises(InvalidRequestError, match="'a' is already in use"):
         engine.add("a", [2])
 
 
-def test_unknown_names_are_ignored():
+def test_unknown_request_ids_are_ignored():
     engine = ToyEngine()
     engine.scheduler.abort("nobody")
     assert engine.scheduler.take_finished() == []
 
 
-def test_more_stop_ids_than_fit_a_row():
+def test_more_stop_ids_than_a_row_holds():
     engine = ToyEngine()
     expected = toy_continuation([1, 2], 40, set(range(20)))
     engine.add("a", [1, 2], max_tokens=40, stop_ids=range(20))
@@ -202,7 +202,7 @@ def test_more_stop_ids_than_fit_a_row():
     assert engine.finished["a"].sequences[0].stop_reason == expected[-1]
 
 
-def test_waiting_is_explained():
+def test_the_report_gives_the_reason_for_waiting():
     engine = ToyEngine(num_blocks=4, block_size=B, max_model_len=16, max_num_seqs=4, max_num_batched_tokens=4)
     engine.add("a", [1] * 4, max_tokens=9)
     engine.add("b", [2] * 15, max_tokens=1)
@@ -223,7 +223,7 @@ def test_the_same_arrivals_give_the_same_plans():
     assert trace() == trace()
 
 
-def test_prefill_that_is_also_the_last_step():
+def test_a_request_can_finish_in_its_prefill_step():
     engine = ToyEngine()
     engine.add("a", list(range(10)), max_tokens=1)
     assert engine.run() == {"a": toy_continuation(range(10), 1)}
@@ -232,7 +232,7 @@ def test_prefill_that_is_also_the_last_step():
     assert metrics.first_token_time == metrics.finished_time
 
 
-def test_the_toy_runner_notices_a_lost_block():
+def test_the_toy_runner_detects_a_lost_block():
     """The tests above mean something only if a wrong block changes the tokens."""
     engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32)
     engine.add("a", list(range(10)), max_tokens=8)

@@ -32,7 +32,7 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_shared():
     assert sum(s.count for s in engine.prefills()) == 10
 
 
-def test_at_a_block_edge_nothing_is_copied():
+def test_a_fork_at_a_block_edge_copies_nothing():
     engine = ToyEngine()
     engine.add("a", PROMPT[:8], 12, n=3)
     engine.run()
@@ -40,7 +40,7 @@ def test_at_a_block_edge_nothing_is_copied():
     assert engine.outputs("a") == children(PROMPT[:8], 3, 12)
 
 
-def test_seats_are_taken_from_the_start_and_given_back_one_by_one():
+def test_a_group_takes_all_its_seats_at_admission_and_frees_them_one_by_one():
     engine = ToyEngine(max_num_seqs=4, max_num_batched_tokens=4)
     engine.add("group", PROMPT, 30, n=3)
     engine.add("a", [1], 30)
@@ -66,7 +66,7 @@ def test_seats_are_taken_from_the_start_and_given_back_one_by_one():
 @pytest.mark.parametrize("mode", ["auto", "recompute", "swap"])
 @pytest.mark.parametrize("policy", ["chunked", "three-phase", "prefill-first", "phased"])
 @pytest.mark.parametrize("host", [0, 40])
-def test_n_4_under_pressure(mode, policy, host):
+def test_groups_in_a_small_pool_keep_their_outputs(mode, policy, host):
     """Without swap space, groups are computed again: the prompt once, then each child's own output."""
     engine = ToyEngine(
         num_blocks=30, block_size=B, num_host_blocks=host, max_model_len=48, scheduler=policy, preemption_mode=mode,
@@ -84,7 +84,7 @@ def test_n_4_under_pressure(mode, policy, host):
     assert not any(plan.moves.swap_in and plan.moves.swap_out for plan in engine.plans)
 
 
-def test_a_group_is_computed_again_with_its_prompt_once():
+def test_a_recomputed_group_computes_its_prompt_once():
     engine = ToyEngine(
         num_blocks=19, block_size=B, max_model_len=48, enable_prefix_caching=False, admission_headroom=0
     )
@@ -117,7 +117,7 @@ def test_abort_of_a_group_while_swapped(mode):
     assert {seq.finish_reason for seq in engine.finished["group"].sequences} == {FinishReason.ABORT}
 
 
-def test_a_group_too_large_for_the_pool_ends_with_an_error_and_what_it_has():
+def test_a_group_too_large_for_the_pool_ends_with_an_error_and_its_partial_output():
     engine = ToyEngine(num_blocks=12, block_size=B, max_model_len=48)
     engine.add("group", PROMPT, 38, n=4)
     engine.add("after", PROMPT, 5)
@@ -133,7 +133,7 @@ def test_a_group_too_large_for_the_pool_ends_with_an_error_and_what_it_has():
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
-def test_beams_against_brute_force(width, early_stopping, length_penalty):
+def test_beam_search_equals_brute_force(width, early_stopping, length_penalty):
     search = {"early_stopping": early_stopping, "length_penalty": length_penalty}
     for i in range(6):
         engine = ToyEngine()
@@ -144,7 +144,7 @@ def test_beams_against_brute_force(width, early_stopping, length_penalty):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_beams_survive_preemption(mode):
+def test_preemption_does_not_change_beam_search(mode):
     engine = ToyEngine(
         num_blocks=24, block_size=B, num_host_blocks=60, max_model_len=48, preemption_mode=mode, admission_headroom=0
     )
@@ -157,7 +157,7 @@ def test_beams_survive_preemption(mode):
     assert sum(r.metrics.num_preemptions for r in engine.finished.values())
 
 
-def test_drafts_are_checked_and_their_blocks_given_back():
+def test_drafts_are_verified_and_their_unused_blocks_freed():
     engine = ToyEngine(num_lookahead_slots=5, max_num_batched_tokens=48)
     engine.add("a", PROMPT, 40)
     engine.add("b", [*PROMPT, 1], 40, n=2)
@@ -206,7 +206,7 @@ def test_drafts_never_end_or_preempt_a_request_that_fits_without_them(num_blocks
 
 
 @pytest.mark.parametrize("direction", ["swap_out", "swap_in"])
-def test_a_failed_step_fails_its_requests_and_computes_the_swapped_again(direction):
+def test_a_failed_step_fails_its_requests_and_recomputes_swapped_ones(direction):
     engine = ToyEngine(
         num_blocks=20,
         block_size=B,

@@ -39,7 +39,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("message", DAMAGES)
-def test_damage_is_noticed(message, engine):
+def test_each_violation_is_detected(message, engine):
     check_invariants(engine.scheduler)
     if message == "can be found":
         engine.scheduler.abort("a")  # leaves cached-idle blocks

@@ -21,7 +21,7 @@ def order_of_starts(engine):
     return list(dict.fromkeys(s.request_id for s in engine.prefills()))
 
 
-def test_priority_goes_first_and_equals_in_order_of_arrival():
+def test_lower_priority_values_go_first_and_equal_ones_in_order_of_arrival():
     engine = ToyEngine(order="priority", max_num_seqs=1, max_num_batched_tokens=8)
     for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -5)]:
         engine.add(name, [1, 2], 3, priority=priority)
@@ -29,7 +29,7 @@ def test_priority_goes_first_and_equals_in_order_of_arrival():
     assert order_of_starts(engine) == ["d", "b", "a", "c"]
 
 
-def test_shortest_first():
+def test_shortest_first_orders_by_prompt_length():
     engine = ToyEngine(order="shortest-first", max_num_seqs=1)
     for name, length in [("long", 20), ("short", 2), ("middle", 9)]:
         engine.add(name, list(range(length)), 3)
@@ -37,7 +37,7 @@ def test_shortest_first():
     assert order_of_starts(engine) == ["short", "middle", "long"]
 
 
-def test_deadline():
+def test_deadline_orders_by_the_earliest_deadline():
     engine = ToyEngine(order="deadline", max_num_seqs=1)
     for name, deadline in [("never", float("inf")), ("late", 90.0), ("soon", 5.0)]:
         engine.add(name, [1, 2], 3, deadline=deadline)
@@ -45,7 +45,7 @@ def test_deadline():
     assert order_of_starts(engine) == ["soon", "late", "never"]
 
 
-def test_fair_tenants_take_turns_whatever_they_send():
+def test_fair_lets_tenants_take_turns_regardless_of_their_load():
     engine = ToyEngine(order="fair", max_num_seqs=1)
     for i in range(8):
         engine.add(f"greedy {i}", [1, 2], 8, tenant="greedy")
@@ -57,7 +57,7 @@ def test_fair_tenants_take_turns_whatever_they_send():
     assert starts.index("modest 0") <= 1
 
 
-def test_fair_saves_up_nothing_for_the_idle():
+def test_fair_gives_no_credit_to_an_idle_tenant():
     engine = ToyEngine(order="fair", max_num_seqs=1)
     for i in range(6):
         engine.add(f"early {i}", [1, 2], 4, tenant="early")
@@ -71,7 +71,7 @@ def test_fair_saves_up_nothing_for_the_idle():
     assert starts.index("early 5") < starts.index("late 5")
 
 
-def test_fair_charges_those_that_name_no_limit():
+def test_fair_charges_requests_without_max_tokens_for_the_longest_output():
     """One tenant names max_tokens, the other one takes as much as the model's length allows."""
     engine = ToyEngine(order="fair", max_num_seqs=1, max_model_len=112, age_limit_s=None)
     for i in range(4):
@@ -84,7 +84,7 @@ def test_fair_charges_those_that_name_no_limit():
     assert starts.index("open 1") > starts.index("bound 3")
 
 
-def test_fair_gives_back_what_was_not_used():
+def test_fair_refunds_unused_tokens():
     """Those without a limit end early; their tenant has its turn as often as the other one."""
     stop_ids = range(25)  # every second token
     engine = ToyEngine(order="fair", max_num_seqs=1, max_model_len=112, age_limit_s=None)
@@ -100,7 +100,7 @@ def test_fair_gives_back_what_was_not_used():
     assert starts.index("open 3") < starts.index("bound 5")
 
 
-def test_fair_gives_back_what_was_aborted():
+def test_fair_refunds_aborted_requests():
     engine = ToyEngine(order="fair", max_num_seqs=1)
     engine.add("running", [1], 3, tenant="x")
     engine.step()
@@ -117,7 +117,7 @@ def test_fair_gives_back_what_was_aborted():
     assert starts.index("stays") < starts.index("other again")
 
 
-def test_cache_aware_takes_the_longest_cached_prefix():
+def test_cache_aware_orders_by_the_longest_cached_prefix():
     engine = ToyEngine(order="cache-aware", max_num_seqs=1, num_blocks=64, block_size=B)
     beginning = list(range(30, 46))
     engine.add("first", [*beginning, 1], 1)
@@ -131,7 +131,7 @@ def test_cache_aware_takes_the_longest_cached_prefix():
     assert order_of_starts(engine)[2:] == ["all", "half", "nothing"]
 
 
-def test_cache_aware_asks_again_when_the_cache_has_changed():
+def test_cache_aware_recomputes_keys_when_the_cache_has_changed():
     engine = ToyEngine(order="cache-aware", max_num_seqs=1, num_blocks=64, block_size=B)
     engine.add("first", [5] * 12, 8)
     engine.add("nothing", [6] * 12, 2)
@@ -140,7 +140,7 @@ def test_cache_aware_asks_again_when_the_cache_has_changed():
     assert order_of_starts(engine) == ["first", "like the first", "nothing"]
 
 
-def test_least_slack_counts_what_is_left_to_do():
+def test_least_slack_accounts_for_the_remaining_work():
     """The later deadline is the more pressing one, once it is known how long a step takes."""
     engine = ToyEngine(order="least-slack", max_num_seqs=1, num_blocks=200, max_num_batched_tokens=10)
     for i in range(3):
@@ -159,7 +159,7 @@ def test_least_slack_counts_what_is_left_to_do():
         assert request.metrics.finished_time <= request.deadline
 
 
-def test_a_better_priority_displaces_five_at_once():
+def test_a_better_priority_displaces_five_requests_in_one_step():
     engine = ToyEngine(num_blocks=20, block_size=B, order="priority", max_model_len=76, max_num_seqs=8)
     for i in range(5):
         engine.add(f"low {i}", [i] * 11, 30, priority=5)
@@ -191,7 +191,7 @@ def test_equal_priorities_never_displace_each_other(policy):
         assert all(int(p.request_id[1:]) >= int(p.for_request_id[1:]) for p in report.preempted)
 
 
-def test_without_the_order_priority_nobody_is_displaced():
+def test_only_the_priority_order_displaces():
     engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32)
     engine.add("low", [1] * 20, 10, priority=9)
     engine.step()
@@ -202,7 +202,7 @@ def test_without_the_order_priority_nobody_is_displaced():
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_waits_for_ever_under_endless_arrivals(policy, order):
+def test_no_request_starves_under_endless_arrivals(policy, order):
     """The victim is the one that its order likes least; the age limit bounds its waiting."""
     engine = ToyEngine(
         num_blocks=24, block_size=B, max_model_len=60, max_num_seqs=3, scheduler=policy, order=order, age_limit_s=30.0,
@@ -225,7 +225,7 @@ def test_nobody_waits_for_ever_under_endless_arrivals(policy, order):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_preemptions_of_a_request_are_bounded(policy):
+def test_the_number_of_preemptions_of_a_request_is_bounded(policy):
     engine = ToyEngine(num_blocks=14, block_size=B, max_model_len=48, max_num_seqs=6, scheduler=policy)
     for i in range(30):
         engine.add(f"r{i}", [i] * (3 + i % 11), 20)
@@ -239,7 +239,7 @@ def lora(number, version=0):
     return LoRARequest(f"adapter {number}", number, version=version)
 
 
-def test_adapters_are_capped_and_passed_over_and_keep_their_place():
+def test_requests_over_the_adapter_cap_are_passed_over_and_keep_their_place():
     engine = ToyEngine(max_loras=1, max_num_seqs=4)
     engine.add("one", [1, 2], 10, lora=lora(1))
     engine.add("two", [1, 2], 5, lora=lora(2))
@@ -254,7 +254,7 @@ def test_adapters_are_capped_and_passed_over_and_keep_their_place():
         assert engine.outputs(name) == [toy_continuation([1, 2], count, adapter=adapter)]
 
 
-def test_one_adapter_against_a_stream_of_another():
+def test_a_stream_of_one_adapter_does_not_starve_another_adapter():
     engine = ToyEngine(max_loras=1, max_num_seqs=3, age_limit_s=20.0)
     engine.add("first", [1], 6, lora=lora(1))
     engine.add("victim", [2], 6, lora=lora(2))
@@ -267,7 +267,7 @@ def test_one_adapter_against_a_stream_of_another():
     assert 20.0 <= metrics.first_scheduled_time <= 30.0
 
 
-def test_the_base_model_is_never_held_up_by_adapters():
+def test_the_adapter_cap_does_not_delay_base_model_requests():
     engine = ToyEngine(max_loras=1, max_num_seqs=3)
     engine.add("one", [1], 20, lora=lora(1))
     engine.add("two", [1], 5, lora=lora(2))
@@ -276,7 +276,7 @@ def test_the_base_model_is_never_held_up_by_adapters():
     assert {seq.request.request_id for seq in engine.scheduler.batch.running_sequences()} == {"one", "base"}
 
 
-def test_prefixes_are_not_shared_across_adapters_versions_and_salts():
+def test_cached_prefixes_are_separate_for_each_adapter_version_and_salt():
     engine = ToyEngine(max_loras=2)
     prompt = list(range(17))
     kinds = [
@@ -295,13 +295,13 @@ def test_prefixes_are_not_shared_across_adapters_versions_and_salts():
             assert cached == (16 if turn else 0)
 
 
-def test_adapters_can_be_off():
+def test_adapter_requests_are_refused_if_adapters_are_disabled():
     engine = ToyEngine(max_loras=0)
     with pytest.raises(InvalidRequestError, match=r"adapter 'adapter 1': adapters are disabled"):
         engine.add("a", [1], lora=lora(1))
 
 
-def test_a_full_queue_is_told_with_counts():
+def test_the_error_for_a_full_queue_contains_the_counts():
     engine = ToyEngine(max_num_queued_requests=3, max_num_queued_tokens=20, max_num_seqs=1)
     for name in "abc":
         engine.add(name, [1] * 5)
@@ -316,7 +316,7 @@ def test_a_full_queue_is_told_with_counts():
     assert set(engine.finished) == set("abcd")
 
 
-def test_unknown_orders_are_named():
+def test_the_error_for_an_unknown_order_lists_the_known_ones():
     with pytest.raises(ConfigError, match="order: unknown order 'best'; known: cache-aware, deadline, fair, fcfs"):
         ToyEngine(order="best")
 
@@ -326,7 +326,7 @@ def example_of_the_docs(name):
     return docs.split(f"```python\n# {name}\n")[1].split("```")[0]
 
 
-def test_a_third_party_brings_a_policy(tmp_path, monkeypatch):
+def test_a_policy_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
     """The example of docs/scheduler.md, installed as a package with an entry point."""
     (tmp_path / "least_served.py").write_text(example_of_the_docs("least_served.py"))
     info = tmp_path / "least_served-1.0.dist-info"
@@ -348,7 +348,7 @@ def test_a_third_party_brings_a_policy(tmp_path, monkeypatch):
         sys.modules.pop("least_served", None)
 
 
-def test_the_examples_of_the_docs_are_policies():
+def test_the_documented_examples_pass_check_policy():
     for name, policy in [("least_served.py", "LeastServed"), ("decodes_when_busy.py", "DecodesWhenBusy")]:
         namespace = {}
         exec(example_of_the_docs(name), namespace)

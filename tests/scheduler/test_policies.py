@@ -20,7 +20,7 @@ BUILTIN = [cls for kind in (PHASES, ORDERS, VICTIMS) for cls in kind.builtin.val
 
 
 @pytest.mark.parametrize("policy", BUILTIN, ids=lambda policy: policy.__name__)
-def test_the_builtin_policies(policy):
+def test_builtin_policies_pass_check_policy(policy):
     check_policy(policy, num_traces=share(4, at_least=2))
 
 
@@ -82,7 +82,7 @@ class Shuffled(VictimPolicy):
 
 
 @pytest.mark.parametrize("policy", [AnyVerbs, Backwards, Whims, Shuffled])
-def test_any_choice_is_safe(policy):
+def test_arbitrary_policies_lose_no_requests(policy):
     check_policy(policy, num_traces=share(8, at_least=4))
 
 
@@ -148,7 +148,7 @@ def test_a_policy_is_checked_when_it_is_loaded(setting, policy, message):
         ToyEngine(**{setting: policy})
 
 
-def test_the_settings_of_a_user_are_checked_before_a_model_is_loaded():
+def test_engine_config_checks_policies_before_a_model_is_loaded():
     with pytest.raises(ConfigError, match=r"order: 'Lazy' has no method key\(\)"):
         EngineConfig(order=Lazy)
 
@@ -162,7 +162,7 @@ class Whole(PhasePolicy):
         step.admissions(Cut.NEVER)
 
 
-def test_a_policy_says_that_it_needs_whole_prompts():
+def test_needs_whole_prompts_raises_the_required_token_budget():
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens: must be at least max_model_len \(100\)"):
         ToyEngine(scheduler=Whole, max_model_len=100, max_num_batched_tokens=16)
     assert EngineConfig(scheduler=Whole).scheduler_config(max_model_len=4000).max_num_batched_tokens == 4000
@@ -215,7 +215,7 @@ FAILURES = {
     # No trace asks for victims more than five times.
     [(failure, after) for failure in FAILURES for after in (0, 5) if after == 0 or FAILURES[failure][3] != "order"],
 )
-def test_a_policy_that_fails_is_named_once_and_replaced(failure, after, caplog):
+def test_a_failing_policy_is_logged_once_and_replaced(failure, after, caplog):
     setting, kind, name, method, how = FAILURES[failure]
     num_replaced = 0
     for seed in (5, 6, 7):  # victims are asked for in the first two
@@ -232,7 +232,7 @@ def test_a_policy_that_fails_is_named_once_and_replaced(failure, after, caplog):
     assert num_replaced == (2 if method == "order" else 3)
 
 
-def test_ranks_are_renewed_when_the_order_is_replaced(caplog):
+def test_ranks_are_recomputed_when_the_order_is_replaced(caplog):
     engine = ToyEngine(order=failing(ORDERS.builtin["shortest-first"], "key", 3, raises), max_num_seqs=1)
     for i, length in enumerate([9, 7, 5, 3]):
         engine.add(f"r{i}", [i] * length, 2)
@@ -242,7 +242,7 @@ def test_ranks_are_renewed_when_the_order_is_replaced(caplog):
     assert len(caplog.records) == 1
 
 
-def test_the_schedulers_own_fault_is_not_the_policys(monkeypatch, caplog):
+def test_errors_of_the_scheduler_are_not_attributed_to_the_policy(monkeypatch, caplog):
     def decodes(self):
         raise EngineError("a bug")
 
@@ -254,7 +254,7 @@ def test_the_schedulers_own_fault_is_not_the_policys(monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_what_a_policy_sees_cannot_be_changed():
+def test_request_views_are_read_only():
     seen = []
 
     class Curious(QueueOrder):
@@ -294,7 +294,7 @@ class Bookkeeper(QueueOrder):
         self.books[request.request_id].append("ended")
 
 
-def test_hooks_tell_what_happens():
+def test_hooks_report_the_events_of_a_request():
     Bookkeeper.books = {}
     engine = ToyEngine(order=Bookkeeper, max_num_batched_tokens=8)
     engine.add("a", [1] * 12, 3)
@@ -308,7 +308,7 @@ def test_hooks_tell_what_happens():
     assert books["gone"] == ["added", "ended"]
 
 
-def test_least_computed_falls_first():
+def test_least_computed_is_preempted_first():
     engine = ToyEngine(
         num_blocks=9, block_size=4, max_model_len=36, admission_headroom=0, victim_policy="least-computed",
         max_num_batched_tokens=64,

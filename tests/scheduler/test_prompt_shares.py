@@ -21,7 +21,7 @@ def prompt_tokens(report, name):
 
 
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
-def test_a_prompt_of_250_chunks_does_not_hold_up_twenty_short_ones(policy):
+def test_a_prompt_of_250_chunks_does_not_delay_twenty_short_ones(policy):
     engine = ToyEngine(
         num_blocks=1200,
         block_size=B,
@@ -51,7 +51,7 @@ def test_a_prompt_of_250_chunks_does_not_hold_up_twenty_short_ones(policy):
     assert engine.outputs("long") == [toy_continuation(long, 2)]
 
 
-def test_without_a_threshold_the_first_prompt_takes_all():
+def test_without_a_threshold_the_first_prompt_takes_the_whole_budget():
     engine = ToyEngine(max_num_batched_tokens=16, long_prefill_token_threshold=0)
     engine.add("long", list(range(50)), 2)
     engine.add("short", [1, 2], 2)
@@ -62,7 +62,7 @@ def test_without_a_threshold_the_first_prompt_takes_all():
     assert (prompt_tokens(report, "long"), prompt_tokens(report, "short")) == (2, 2)
 
 
-def test_the_threshold_bounds_the_share():
+def test_the_threshold_limits_the_share_of_a_long_prompt():
     engine = ToyEngine(max_num_batched_tokens=32, long_prefill_token_threshold=4)
     engine.add("long", list(range(50)), 2)
     for i in range(4):
@@ -76,7 +76,7 @@ def test_the_threshold_bounds_the_share():
         ToyEngine(long_prefill_token_threshold=-1)
 
 
-def test_long_prompts_alone_waste_nothing():
+def test_long_prompts_alone_use_the_whole_budget():
     engine = ToyEngine(num_blocks=200, max_num_batched_tokens=16, max_model_len=100)
     for i in range(12):
         engine.add(f"r{i}", [i] * 21, 1)
@@ -87,7 +87,7 @@ def test_long_prompts_alone_waste_nothing():
     assert starts == [f"r{i}" for i in range(12)]
 
 
-def test_a_long_prompt_whose_beginning_is_cached_is_not_long():
+def test_cached_tokens_do_not_count_towards_a_long_prompt():
     engine = ToyEngine(num_blocks=300, max_num_batched_tokens=16, max_model_len=400)
     chat = list(range(40))
     engine.add("chat", chat, 1)
@@ -129,7 +129,7 @@ def test_a_partly_computed_prompt_ages():
     assert 30.0 <= engine.finished["victim"].metrics.first_token_time <= 30.0 + 60 / 4 + 2
 
 
-def test_first_come_first_served_does_not_age():
+def test_ageing_does_not_change_the_order_of_fcfs():
     """Who fell has run since, and is still before all that came later, however long they have waited."""
     engine = ToyEngine(
         num_blocks=8, block_size=B, max_model_len=32, max_num_seqs=2, admission_headroom=0, age_limit_s=5.0
@@ -162,7 +162,9 @@ ARRIVAL = st.tuples(
     age_limit_s=st.sampled_from([None, 12.0]),
     arrivals=st.lists(ARRIVAL, min_size=3, max_size=14),
 )
-def test_prompts_go_by_rank_and_long_ones_leave_half(policy, order, threshold, budget, pool, age_limit_s, arrivals):
+def test_prompts_are_scheduled_by_rank_and_long_ones_take_at_most_their_share(
+    policy, order, threshold, budget, pool, age_limit_s, arrivals
+):
     engine = ToyEngine(
         num_blocks=pool, block_size=B, scheduler=policy, order=order, max_model_len=70, max_num_seqs=6,
         max_num_batched_tokens=budget, age_limit_s=age_limit_s, long_prefill_token_threshold=threshold,

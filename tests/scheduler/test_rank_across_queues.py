@@ -15,7 +15,7 @@ ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_swapped_request_stays_out_until_a_better_one_has_started(policy):
+def test_a_swapped_request_waits_for_a_better_waiting_request(policy):
     """The best one holds a seat that the next one needs; the worst one would find room meanwhile, and fall again."""
     engine = ToyEngine(
         num_blocks=9, block_size=B, num_host_blocks=40, order="priority", preemption_mode="swap", max_model_len=36,
@@ -57,7 +57,7 @@ ARRIVAL = st.tuples(
     age_limit_s=st.sampled_from([None, 8.0]),
     arrivals=st.lists(ARRIVAL, min_size=3, max_size=14),
 )
-def test_nobody_comes_back_before_a_better_one_that_waits(policy, order, pool, headroom, age_limit_s, arrivals):
+def test_no_request_is_resumed_before_a_better_waiting_request(policy, order, pool, headroom, age_limit_s, arrivals):
     engine = ToyEngine(
         num_blocks=pool, block_size=B, num_host_blocks=60, scheduler=policy, order=order, preemption_mode="swap",
         max_model_len=60, max_num_seqs=6, max_num_batched_tokens=20, admission_headroom=headroom,

@@ -36,7 +36,7 @@ FANCY = """{%- for message in messages %}
 
 @pytest.mark.parametrize("source", [None, LLAMA3, MISTRAL, FANCY])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_renders_as_transformers_does(source, add_generation_prompt, embedded_model, oracle_tokenizer):
+def test_rendering_equals_transformers(source, add_generation_prompt, embedded_model, oracle_tokenizer):
     tokenizer = oracle_tokenizer
     expected = tokenizer.apply_chat_template(
         MESSAGES, chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -47,7 +47,7 @@ def test_renders_as_transformers_does(source, add_generation_prompt, embedded_mo
     assert template.render(MESSAGES, add_generation_prompt=add_generation_prompt) == expected
 
 
-def test_the_templates_own_errors_are_reported():
+def test_errors_raised_by_a_template_are_reported():
     template = ChatTemplate(MISTRAL, bos_token="<s>", eos_token="</s>")
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         template.render([{"role": "assistant", "content": "hi"}])
@@ -62,7 +62,7 @@ def test_the_templates_own_errors_are_reported():
         "{{ messages.append(1) }}",
     ],
 )
-def test_templates_cannot_leave_the_sandbox(source):
+def test_templates_cannot_escape_the_sandbox(source):
     with pytest.raises(InvalidRequestError):
         ChatTemplate(source).render([{"role": "user", "content": "hi"}])
 
@@ -84,6 +84,6 @@ def test_an_invalid_template_is_a_model_load_error():
         ([{"role": "user", "content": 3}], r"messages\[0\].content: must be a string, got 3"),
     ],
 )
-def test_malformed_messages_are_named(messages, field):
+def test_errors_name_the_malformed_message(messages, field):
     with pytest.raises(InvalidRequestError, match=field):
         ChatTemplate("x").render(messages)

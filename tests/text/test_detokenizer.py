@@ -16,7 +16,7 @@ def pieces_of(tokenizer, ids, **options):
 
 
 @pytest.mark.parametrize("text", ["Hello 😀 world", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🇩🇪", "naïve café — ½"])
-def test_no_piece_ends_within_a_character(text, embedded_model):
+def test_no_piece_ends_inside_a_character(text, embedded_model):
     ids = embedded_model.tokenizer.encode(text)
     pieces = pieces_of(embedded_model.tokenizer, ids)
     assert "".join(pieces) == text
@@ -24,7 +24,7 @@ def test_no_piece_ends_within_a_character(text, embedded_model):
     assert len([p for p in pieces if p]) > 1
 
 
-def test_an_unfinished_character_shows_at_the_end(embedded_model):
+def test_an_incomplete_character_is_emitted_at_the_end(embedded_model):
     ids = embedded_model.tokenizer.encode("a😀")[:-1]
     pieces = pieces_of(embedded_model.tokenizer, ids)
     assert "".join(pieces) == embedded_model.tokenizer.decode(ids)
@@ -59,7 +59,7 @@ def test_pieces_join_to_the_full_decode_byte_fallback(ids, skip):
 
 @examples(200)
 @given(text=st.text(max_size=40))
-def test_any_text_comes_back(text, embedded_model):
+def test_decoding_inverts_encoding(text, embedded_model):
     ids = embedded_model.tokenizer.encode(text)
     decoded = embedded_model.tokenizer.decode(ids, skip_special_tokens=False)
     assert "".join(pieces_of(embedded_model.tokenizer, ids, skip_special_tokens=False)) == decoded
@@ -67,7 +67,7 @@ def test_any_text_comes_back(text, embedded_model):
         assert decoded == text
 
 
-def test_the_first_space_of_sentencepiece_is_dropped_once():
+def test_the_leading_space_of_sentencepiece_is_dropped_once():
     ids = SENTENCEPIECE.encode("the cat sat", add_special_tokens=False)
     assert "".join(pieces_of(SENTENCEPIECE, ids)) == "the cat sat"
     assert pieces_of(SENTENCEPIECE, ids)[:3] == ["the", " cat", " sat"]

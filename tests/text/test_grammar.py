@@ -135,7 +135,7 @@ def test_a_model_without_an_end_token_is_refused(embedded_model):
 
 
 @pytest.mark.parametrize("schema", [True, "true", {}])
-def test_a_schema_that_allows_everything(compiler, embedded_model, schema):
+def test_a_schema_that_allows_everything_allows_any_json(compiler, embedded_model, schema):
     matcher = compiler.compile(StructuredOutputsParams(json=schema)).matcher()
     for text in ('{"a": [1, null]}', '"text"', "-3.5"):
         matcher.follow(embedded_model.tokenizer.encode(text))
@@ -152,7 +152,7 @@ def test_a_schema_that_allows_everything(compiler, embedded_model, schema):
         ({"grammar": 'root ::= "<|endoftext|>"'}, "<|endoftext|>"),
     ],
 )
-def test_text_that_spells_a_control_token_is_made_of_ordinary_tokens(compiler, embedded_model, params, text):
+def test_text_equal_to_a_control_token_consists_of_ordinary_tokens(compiler, embedded_model, params, text):
     tokenizer = embedded_model.tokenizer
     assert any(tokenizer.token_text(i) in text for i in tokenizer.special_token_ids)
     matcher, output = compiler.compile(StructuredOutputsParams(**params)).matcher(), []

@@ -81,7 +81,7 @@ def test_python_objects_that_are_nested_too_deeply_are_refused():
         StructuredOutputsParams(json=nested(5000))
 
 
-def test_what_nearly_overflows_the_stack_there_compiles_here(compiler, embedded_model):
+def test_grammars_accepted_by_the_process_compile_in_the_engine(compiler, embedded_model):
     """Chains of rules around the limit: those that the process accepts do not crash this one."""
     accepted = []
     for length in (1000, 2000, 2600, 3200, 3800):
@@ -94,7 +94,7 @@ def test_what_nearly_overflows_the_stack_there_compiles_here(compiler, embedded_
     assert 3800 not in accepted
 
 
-def test_the_process_is_kept_and_is_replaced_after_a_crash(compiler):
+def test_the_process_is_reused_and_replaced_after_a_crash(compiler):
     pids = []
     for grammar in ('start: "a"', 'start: "b"', chain(4000), 'start: "c"', 'start: "d"'):
         try:
@@ -107,7 +107,7 @@ def test_the_process_is_kept_and_is_replaced_after_a_crash(compiler):
     assert pids[2] == pids[3]
 
 
-def test_a_process_that_somebody_killed_is_replaced(compiler):
+def test_a_killed_process_is_replaced(compiler):
     compiler.compile(StructuredOutputsParams(regex="a"))
     process = compiler.process.process._process
     process.kill()

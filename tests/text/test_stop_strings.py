@@ -16,18 +16,18 @@ def feed(pieces, stops, **options):
     return [*shown, matcher.flush()], None
 
 
-def test_a_stop_string_over_four_pieces_is_never_partly_shown():
+def test_no_part_of_a_stop_string_across_pieces_is_emitted():
     shown, found = feed(["Hello <", "|e", "n", "d|> more"], ["<|end|>"])
     assert found == "<|end|>"
     assert shown == ["Hello ", "", "", ""]
 
 
-def test_a_false_start_of_a_stop_string_is_emitted():
+def test_an_incomplete_stop_string_is_emitted():
     assert feed(["a<|e", "x"], ["<|end|>"]) == (["a", "<|ex", ""], None)
     assert feed(["a<|e"], ["<|end|>"]) == (["a", "<|e"], None)
 
 
-def test_the_earliest_match_wins_then_the_first_in_the_list():
+def test_the_earliest_match_wins_and_then_the_first_in_the_list():
     assert feed(["one two three"], ["three", "two"]) == (["one "], "two")
     assert feed(["abc"], ["b", "bc"]) == (["a"], "b")
 
@@ -49,7 +49,7 @@ STOPS = st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=3)
 
 @examples(1000)
 @given(pieces=PIECES, stops=STOPS, keep=st.booleans())
-def test_against_a_search_in_the_whole_text(pieces, stops, keep):
+def test_pieces_equal_a_search_in_the_whole_text(pieces, stops, keep):
     text = "".join(pieces)
     shown, found = feed(pieces, stops, include_in_output=keep)
     assert (found is not None) == any(stop in text for stop in stops)

@@ -11,7 +11,7 @@ BYTES = 3  # id of <0x00>
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "", " ", "  two  spaces\n\n\ttabs", "don't 12345 ﬁ e\u0301"])
-def test_embedded_equals_transformers(text, embedded_model, oracle_tokenizer):
+def test_the_embedded_tokenizer_equals_transformers(text, embedded_model, oracle_tokenizer):
     ids = embedded_model.tokenizer.encode(text)
     assert ids == oracle_tokenizer.encode(text)
     assert embedded_model.tokenizer.decode(ids) == oracle_tokenizer.decode(
@@ -19,7 +19,7 @@ def test_embedded_equals_transformers(text, embedded_model, oracle_tokenizer):
     )
 
 
-def test_every_numeral_is_a_word_of_its_own(embedded_model):
+def test_every_numeral_is_a_separate_word(embedded_model):
     # As in training. transformers loses this rule when it rebuilds the tokenizer from GGUF, which affects numerals
     # that are not ASCII digits.
     tokenizer = embedded_model.tokenizer
@@ -46,7 +46,7 @@ def test_sentencepiece_merges_by_score_and_falls_back_to_bytes():
     assert tokenizer.byte_token_ids == frozenset(range(BYTES, BYTES + 256))
 
 
-def test_bos_follows_the_file_then_the_kind():
+def test_bos_is_taken_from_the_file_or_else_from_the_tokenizer_kind():
     metadata = sentencepiece_metadata()
     assert tokenizer_from_gguf(metadata).encode("the")[0] == 1
     assert tokenizer_from_gguf(sentencepiece_metadata(add_bos_token=False)).encode("the")[0] != 1
@@ -64,7 +64,7 @@ def test_bos_follows_the_file_then_the_kind():
         ("gpt-2", "a 12 b", ["a", " 12", " b"]),
     ],
 )
-def test_words_are_split_as_the_models_were_trained(pre, text, words):
+def test_pre_tokenizers_split_words_as_in_training(pre, text, words):
     alphabet = sorted(set("".join(words).replace(" ", "Ġ").replace("\n", "Ċ")))
     metadata = {
         "tokenizer.ggml.model": "gpt2",
@@ -77,7 +77,7 @@ def test_words_are_split_as_the_models_were_trained(pre, text, words):
     assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in pieces] == words
 
 
-def test_unknown_kinds_are_named():
+def test_errors_name_an_unknown_tokenizer_kind():
     with pytest.raises(UnsupportedModelError, match="'rwkv' is not supported; supported are 'gpt2'"):
         tokenizer_from_gguf(sentencepiece_metadata(model="rwkv"))
     with pytest.raises(UnsupportedModelError, match="'mystery' is not supported; supported are default, gpt-2"):
@@ -86,14 +86,14 @@ def test_unknown_kinds_are_named():
         tokenizer_from_gguf(ModelMetadata({"tokenizer.ggml.model": "gpt2"}, "model.gguf"))
 
 
-def test_broken_tokenizer_json(tmp_path):
+def test_an_invalid_tokenizer_json_is_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(ModelLoadError, match=r"tokenizer.json: cannot be read as a tokenizer"):
         Tokenizer.from_file(path)
 
 
-def test_every_end_of_turn_is_an_end():
+def test_every_end_of_turn_token_is_an_end_token():
     metadata = sentencepiece_metadata(eos_token_id=5, eot_token_id=7, eom_token_id=5)
     assert eos_token_ids_from_gguf(metadata, 10) == {5, 7}
     with pytest.raises(ModelLoadError, match=r"model\.gguf: .*eot_token_id must be an integer from 0 to 6, got 7"):

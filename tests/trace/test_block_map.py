@@ -30,7 +30,7 @@ class Watcher:
 
 @examples(60)
 @given(seed=st.integers(0, 2**32), mode=st.sampled_from(["auto", "recompute", "swap"]))
-def test_changes_add_up(seed, mode):
+def test_accumulated_changes_equal_the_block_tables(seed, mode):
     rng = random.Random(seed)
     engine = ToyEngine(
         num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, admission_headroom=0, preemption_mode=mode
@@ -51,5 +51,5 @@ def test_changes_add_up(seed, mode):
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_runs(numbers):
+def test_block_numbers_are_encoded_as_runs(numbers):
     assert spread(runs(np.array(sorted(numbers), dtype=np.int32))) == sorted(numbers)

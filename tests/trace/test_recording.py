@@ -48,7 +48,7 @@ def test_recordings_are_the_same_to_the_byte_in_any_process(run, path, tmp_path)
     assert path.stat().st_size > 10_000
 
 
-def test_a_record_tells_who_did_what(run):
+def test_a_record_contains_what_each_request_did(run):
     engine, recording = run
     assert len(recording.records) == len(engine.plans)
     assert recording.requests() == [f"r{i}" for i in range(25)]
@@ -74,7 +74,7 @@ def test_a_record_tells_who_did_what(run):
     assert any(record["copies"] for record in recording.records)
 
 
-def test_the_story_of_a_request(run):
+def test_the_history_of_a_request(run):
     engine, recording = run
     name = max(engine.finished.values(), key=lambda r: r.metrics.num_preemptions).request_id
     story = recording.story(name)
@@ -86,7 +86,7 @@ def test_the_story_of_a_request(run):
         recording.story("nobody")
 
 
-def test_the_table(run):
+def test_the_step_table(run):
     _, recording = run
     table = recording.table(1, 10)
     assert table.splitlines()[0].split()[:3] == ["step", "tokens", "r0"]
@@ -112,7 +112,7 @@ def test_the_chrome_trace(run):
     assert counters == {"blocks", "queues", "tokens"}
 
 
-def test_broken_recordings_are_named(tmp_path):
+def test_errors_for_invalid_recordings_name_the_file(tmp_path):
     path = tmp_path / "run.jsonl"
     with pytest.raises(UsageError, match="cannot be read"):
         Recording(path)
@@ -135,13 +135,13 @@ def test_a_recording_cut_off_in_its_last_line_can_be_read(tmp_path):
     assert Recording(path).records == whole[:-1]
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
+def test_an_unwritable_recording_file_is_refused(tmp_path):
     path, cache_config = tmp_path / "no" / "run.jsonl", CacheConfig(num_blocks=1)
     with pytest.raises(ConfigError, match="record: .* cannot be written"):
         StepRecorder(path, SchedulerConfig(max_model_len=16), cache_config, SystemClock())
 
 
-def test_requests_that_end_without_a_step_are_told_with_the_next_one(tmp_path):
+def test_requests_that_end_between_steps_are_recorded_with_the_next_step(tmp_path):
     path = tmp_path / "run.jsonl"
     engine = ToyEngine()
     scheduler = engine.scheduler
