@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.recordings import record_run
+from treadle import LLM, SamplingParams
 from treadle.core.clock import SystemClock
 from treadle.core.config import CacheConfig, SchedulerConfig
 from treadle.core.errors import ConfigError, UsageError
@@ -139,6 +141,34 @@ def test_an_unwritable_recording_file_is_refused(tmp_path):
     path, cache_config = tmp_path / "no" / "run.jsonl", CacheConfig(num_blocks=1)
     with pytest.raises(ConfigError, match="record: .* cannot be written"):
         StepRecorder(path, SchedulerConfig(max_model_len=16), cache_config, SystemClock())
+
+
+def test_a_full_disk_at_the_start(tiny):
+    with pytest.raises(ConfigError, match="record: /dev/full cannot be written .*No space left.*with free space"):
+        LLM(str(tiny.folder), num_kv_blocks=8, max_model_len=64, swap_space=0, record="/dev/full")
+
+
+def test_a_disk_that_fills_ends_the_recording_and_nothing_else(tiny, tmp_path, caplog):
+    llm = LLM(
+        str(tiny.folder), num_kv_blocks=8, max_model_len=64, swap_space=0, log_stats_interval_s=0,
+        record=str(tmp_path / "run.jsonl"),
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    size = (tmp_path / "run.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 600, limits[1]))
+    try:
+        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(output.outputs[0].token_ids) == 4
+    (warning,) = [record.getMessage() for record in caplog.records if "recording" in record.getMessage()]
+    assert "recording has ended" in warning
+    assert "run.jsonl cannot be written" in warning
+    records = Recording(tmp_path / "run.jsonl").records
+    assert 0 < len(records) < 4
+    llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert Recording(tmp_path / "run.jsonl").records == records
 
 
 def test_requests_that_end_between_steps_are_recorded_with_the_next_step(tmp_path):
