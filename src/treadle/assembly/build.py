@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.assembly.engine_config import EngineConfig
-from treadle.assembly.sizing import longest_model_len, size_kv_cache
+from treadle.assembly.sizing import longest_model_len, memory_for, size_kv_cache
 from treadle.backends import BackendSettings, choose_backend
 from treadle.core.clock import SystemClock
 from treadle.core.config import CacheConfig, RequestLimits, policy_name
@@ -105,7 +105,11 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         block_size=config.block_size,
         max_model_len=max_model_len,
     )
-    backend = choose_backend(model_config, settings).open(model_config, loaded.weights, settings, on_progress)
+    room = choose_backend(model_config, settings)
+    with memory_for(
+        "model", f"the weights of {config.model} do not fit; choose a smaller model or quantization int8"
+    ):
+        backend = room.open(model_config, loaded.weights, settings, on_progress)
     cache_config = size_kv_cache(config, max_model_len, backend.block_bytes, backend.device)
     if max_model_len > cache_config.num_slots:
         reason = (
@@ -116,7 +120,11 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         max_model_len = cache_config.num_slots
     scheduler_config = config.scheduler_config(max_model_len)
     clock = SystemClock()
-    scheduler = Scheduler(scheduler_config, cache_config, clock)
+    seats = (
+        f"{scheduler_config.max_num_seqs} sequences of {max_model_len} tokens (max_model_len) need too much memory"
+    )
+    with memory_for("max_num_seqs", seats):
+        scheduler = Scheduler(scheduler_config, cache_config, clock)
     observers: list[Observer] = []
     if config.record is not None:
         observers.append(StepRecorder(Path(config.record), scheduler_config, cache_config, clock))
@@ -129,13 +137,19 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         max_model_len_reason=reason,
     )
     input_processor = InputProcessor(loaded.tokenizer, limits, loaded.eos_token_ids)
-    backend.allocate(cache_config.num_blocks, cache_config.num_host_blocks)
-    runner = ModelRunner(
-        backend,
-        max_num_seqs=scheduler_config.max_num_seqs,
-        max_model_len=max_model_len,
-        find_grammar=input_processor.grammars.find,
+    pool = (
+        f"{cache_config.num_blocks} KV blocks (num_kv_blocks) and {cache_config.num_host_blocks} blocks to swap to "
+        f"(swap_space), of {backend.block_bytes} bytes each, do not fit; set one of them lower"
     )
+    with memory_for("kv_cache_memory", pool, backend.device):
+        backend.allocate(cache_config.num_blocks, cache_config.num_host_blocks)
+    with memory_for("max_num_seqs", seats):
+        runner = ModelRunner(
+            backend,
+            max_num_seqs=scheduler_config.max_num_seqs,
+            max_model_len=max_model_len,
+            find_grammar=input_processor.grammars.find,
+        )
     engine = Engine(
         scheduler,
         runner,

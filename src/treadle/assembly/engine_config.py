@@ -24,6 +24,9 @@ CPU_KERNELS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "off")
 _MEMORY_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
+MAX_BYTES = 2**63 - 1
+"""The largest size of memory that can be asked for."""
+
 _model = partial(setting, group="model and processor")
 _cache = partial(setting, group="KV cache")
 _requests = partial(setting, group="requests")
@@ -71,11 +74,15 @@ class EngineConfig(SchedulingSettings):
         choices=CPU_KERNELS,
     )
     num_threads: int | None = _model(
-        None, "threads for computing on a CPU", low=1, default_text="all CPUs the process may use"
+        None, "threads for computing on a CPU", low=1, high=1024, default_text="all CPUs the process may use"
     )
-    block_size: int = _cache(16, "tokens of a KV block", low=1)
+    block_size: int = _cache(16, "tokens of a KV block", low=1, high=2**16)
     num_kv_blocks: int | None = _cache(
-        None, "blocks of the KV pool; at most one of this and kv_cache_memory", low=1, default_text="from free memory"
+        None,
+        "blocks of the KV pool; at most one of this and kv_cache_memory",
+        low=1,
+        high=2**31 - 1,
+        default_text="from free memory",
     )
     kv_cache_memory: int | str | None = _cache(
         None,
@@ -132,13 +139,18 @@ def parse_memory_size(field: str, value: Any) -> int:
         match = _MEMORY_SIZE.fullmatch(value.strip())
         if match is None:
             raise ConfigError(field, f"must be bytes or a size such as '512M' or '2GiB', got {value!r}")
-        value = int(float(match[1]) * _UNITS[match[2].upper()])
-    check_count(field, value)
+        number = float(match[1]) * _UNITS[match[2].upper()]
+        if number > MAX_BYTES:
+            raise ConfigError(field, f"must be at most {MAX_BYTES} bytes, got {value!r}")
+        value = int(number)
+    check_count(field, value, high=MAX_BYTES)
     return int(value)
 
 
-def parse_swap_space(value: Any) -> int:
-    """Bytes of a swap space given in GiB; ConfigError unless it is a number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+def parse_swap_space(value: float) -> int:
+    """Bytes of a swap space given in GiB; ConfigError if it is less than 0 or too large."""
+    if not 0 <= value < math.inf:
         raise ConfigError("swap_space", f"must be a number of GiB, at least 0; got {value!r}")
+    if value * 2**30 > MAX_BYTES:
+        raise ConfigError("swap_space", f"must be at most {MAX_BYTES // 2**30} GiB, got {value}")
     return int(value * 2**30)

@@ -1,5 +1,9 @@
 """How long a sequence may be, and how many KV blocks there are: what settings, model and free memory allow."""
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from treadle.assembly.engine_config import EngineConfig, parse_memory_size, parse_swap_space
@@ -45,7 +49,7 @@ def size_kv_cache(config: EngineConfig, max_model_len: int, block_bytes: int, de
         device: where the blocks are allocated.
 
     Raises:
-        ConfigError: the size that was set holds no block, or does not fit free memory.
+        ConfigError: a size that was set holds no block, or does not fit free memory.
     """
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
@@ -67,12 +71,50 @@ def size_kv_cache(config: EngineConfig, max_model_len: int, block_bytes: int, de
         if device.type == "cpu":
             budget = min(budget, MAX_DEFAULT_KV_CACHE_BYTES)
         num_blocks = max(1, min(useful, budget // block_bytes))
+        _check_fits("block_size", config.block_size, num_blocks * block_bytes, device)
+    swap_bytes = parse_swap_space(config.swap_space)
+    if swap_bytes > available_bytes():
+        raise ConfigError(
+            "swap_space",
+            f"is {config.swap_space:g} GiB, but only {_free_in_words(torch.device('cpu'))}; set it lower, or to 0, "
+            f"so that preempted requests are recomputed",
+        )
     return CacheConfig(
         num_blocks=num_blocks,
-        num_host_blocks=parse_swap_space(config.swap_space) // block_bytes,
+        num_host_blocks=swap_bytes // block_bytes,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
+
+
+@contextmanager
+def memory_for(field: str, problem: str, device: torch.device | None = None) -> Iterator[None]:
+    """Turn a failed allocation within the block into a ConfigError.
+
+    Args:
+        field: the setting that decides how much is allocated.
+        problem: its value and what does not fit.
+        device: where it is allocated; None for this machine's memory.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        device = device or torch.device("cpu")
+        raise ConfigError(field, f"{problem}; {_free_in_words(device)} ({error})") from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # torch reports a failed allocation on the CPU as a RuntimeError.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _free_in_words(device: torch.device) -> str:
+    kind = "memory" if device.type == "cpu" else f"{device.type} memory"
+    return f"{_free_bytes(device) / 2**30:.1f} GiB of {kind} are free"
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -82,10 +124,8 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _check_fits(field: str, value: int | str, num_bytes: int, device: torch.device) -> None:
-    free = _free_bytes(device)
-    if num_bytes > free:
+    if num_bytes > _free_bytes(device):
         raise ConfigError(
             field,
-            f"{value} makes a KV pool of {num_bytes / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB of "
-            f"{'memory' if device.type == 'cpu' else device.type + ' memory'} are free",
+            f"{value} makes a KV pool of {num_bytes / 2**30:.1f} GiB, but only {_free_in_words(device)}",
         )

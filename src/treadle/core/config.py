@@ -34,12 +34,14 @@ class SchedulingSettings:
         None,
         "maximum sequences that run at once",
         low=1,
+        high=2**16,
         default_text=f"{DEFAULT_MAX_NUM_SEQS}, or the tokens of a step if fewer",
     )
     max_num_batched_tokens: int | None = _scheduling(
         None,
         "maximum tokens that a step computes",
         low=1,
+        high=2**31 - 1,
         default_text=f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}; max_model_len if more, where prompts are computed whole",
     )
     scheduler: PolicyChoice = _scheduling(  # noqa: RUF009 - a field

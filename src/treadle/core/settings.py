@@ -28,7 +28,7 @@ class Setting:
         default: its default value.
         default_text: the default in words, if the value is not clear by itself ("" to show none).
         choices: the allowed values; empty for any.
-        low: minimum of an integer, if any.
+        low, high: minimum and maximum of an integer, if any; without `low` neither is checked.
         metavar: placeholder of the value in the usage; by default it follows from the type.
     """
 
@@ -38,6 +38,7 @@ class Setting:
     default_text: str | None = None
     choices: tuple[Any, ...] = ()
     low: int | None = None
+    high: int | None = None
     metavar: str | None = None
 
     @property
@@ -89,13 +90,25 @@ def check_settings(config: Any, declared_in: type[Any]) -> None:
         if declared.choices and value not in declared.choices:
             allowed = ", ".join(map(str, declared.choices))
             raise ConfigError(name, f"must be one of {allowed}; got {value!r}")
+        if isinstance(declared.default, bool) and not isinstance(value, bool):
+            raise ConfigError(name, f"must be True or False, got {value!r}")
+        if isinstance(declared.default, float) and not (value is None and value_type(declared_in, name)[1]):
+            _check_number(name, value)
         if declared.low is not None and not (value is None and declared.default is None):
-            check_count(name, value, declared.low)
+            check_count(name, value, declared.low, declared.high)
 
 
-def check_count(field: str, value: Any, low: int = 1) -> None:
-    """Raise ConfigError unless `value` is an integer of at least `low`."""
+def _check_number(field: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is an int or a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(field, f"must be a number, got {value!r}")
+
+
+def check_count(field: str, value: Any, low: int = 1, high: int | None = None) -> None:
+    """Raise ConfigError unless `value` is an integer of at least `low`, and at most `high` if that is given."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ConfigError(field, f"must be an integer, got {value!r}")
     if operator.index(value) < low:
         raise ConfigError(field, f"must be at least {low}, got {value}")
+    if high is not None and operator.index(value) > high:
+        raise ConfigError(field, f"must be at most {high}, got {value}")
