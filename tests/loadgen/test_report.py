@@ -9,11 +9,11 @@ from treadle.loadgen.client import Result
 from treadle.loadgen.report import percentile, render, summarize
 
 
-def result(sent, tokens_at, ended, *, output_tokens=None, error=None, late=0.0):
+def result(sent, tokens_at, ended, *, output_tokens=None, failure=None, error=None, late=0.0):
     count = len(tokens_at) if output_tokens is None else output_tokens
     return Result(
         sent=sent, late=late, tokens_at=tokens_at, ended=ended, prompt_tokens=10, cached_tokens=4,
-        output_tokens=count, error=error,
+        output_tokens=count, has_usage=True, failure=failure, error=error,
     )  # fmt: skip
 
 
@@ -28,12 +28,13 @@ def test_the_summary_equals_figures_computed_by_hand():
         result(1.2, [1.3, 1.5], 1.5),  # ttft 100, tpot 200, e2e 300
         result(2.0, [3.0], 3.0),  # ttft 1000, no tpot
         result(2.5, [2.6, 2.9], 5.0, output_tokens=4),  # a chunk with several tokens: ttft 100, tpot 100, e2e 2500
-        result(2.5, [2.6], 9.0, error="503 full", late=0.25),
+        result(2.5, [2.6], 9.0, failure="HTTP 503", error="full", late=0.25),
     ]
     summary = summarize(results, {"ttft": 500.0, "tpot": 150.0})
     assert summary["requests"] == 5
     assert summary["failed"] == 1
-    assert summary["errors"] == {"503 full": 1}
+    assert summary["failures"] == {"HTTP 503": {"full": 1}}
+    assert summary["without_usage"] == 0
     assert summary["seconds"] == 4.0  # from 1.0 to 5.0: what failed does not count
     assert summary["output_tokens"] == 11
     assert summary["prompt_tokens"] == 40
@@ -50,12 +51,12 @@ def test_the_summary_equals_figures_computed_by_hand():
     assert summary["goodput_requests"] == 2  # the first and the last: 200 ms is over, so is 1000
     assert summary["goodput_per_s"] == 0.5
     table = render(summary)
-    for text in ("4 of 5 requests", "goodput     0.50", "ttft ≤ 500 ms", "failed 1×: 503 full", "TPOT"):
+    for text in ("4 of 5 requests", "goodput     0.50", "ttft ≤ 500 ms", "failed 1×: HTTP 503\n    1× full", "TPOT"):
         assert text in table
 
 
 def test_a_run_without_a_successful_request_has_a_summary():
-    summary = summarize([result(1.0, [], 1.1, error="no token arrived")], {})
+    summary = summarize([result(1.0, [], 1.1, failure="no text", error="")], {})
     assert summary["requests_per_s"] == 0.0
     assert "0 of 1 requests" in render(summary)
     assert "goodput" not in render(summary)

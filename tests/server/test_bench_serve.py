@@ -1,7 +1,6 @@
 """`treadle bench serve` against a real server, and against one that misbehaves."""
 
 import json
-import re
 import socket
 import threading
 
@@ -71,9 +70,11 @@ def test_refusals_are_counted(tmp_path, capsys):
         assert bench(server, *options) == 0
         told = capsys.readouterr().out
         assert "failed" in told
-        assert "503" in told
+        assert "HTTP 503" in told
         assert bench(server, "--num-requests", 3, "--output-len", 5000) == 1
-        assert "400 max_tokens" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "failed 3×: HTTP 400" in told
+        assert "3× max_tokens" in told
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,6 @@ def test_refusals_are_counted(tmp_path, capsys):
         (("--goodput", "ttft"), "--goodput"),
         (("--goodput", "speed:3"), "ttft, tpot, e2el"),
         (("--base-url", "localhost:8000"), "http://"),
-        (("--base-url", "http://127.0.0.1:9"), "no server that speaks"),
         (("--trace", "none.csv"), "none.csv"),
     ],
 )
@@ -120,5 +120,5 @@ def test_a_server_that_drops_the_connection(capsys):
     assert main(["-q", "bench", "serve", "--base-url", url, "--num-requests", "3", "--num-warmups", "0"]) == 1
     told = capsys.readouterr().out
     assert "0 of 3 requests" in told
-    assert re.search(r"failed \d×: \w*(Payload|Reset|Disconnected|OS)\w*Error", told)
+    assert "failed 3×: stream cut before its end" in told
     listener.close()

@@ -91,9 +91,7 @@ def test_literal_control_tokens_are_text(kind, pieces):
 
 @given(
     st.lists(
-        st.tuples(
-            st.lists(st.sampled_from(PIECES)).map("".join), st.lists(st.sampled_from(PIECES)).map("".join)
-        ),
+        st.tuples(st.lists(st.sampled_from(PIECES)).map("".join), st.lists(st.sampled_from(PIECES)).map("".join)),
         max_size=4,
     )
 )

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,11 @@ def run(args: argparse.Namespace) -> int:
     bounds = _bounds(args.goodput)
     api_key = args.api_key or os.environ.get("TREADLE_API_KEY")
     base_url = args.base_url.rstrip("/").removesuffix("/v1")
-    model, max_len = uvloop.run(client.describe_server(base_url, api_key))
+    try:
+        model, max_len = uvloop.run(client.describe_server(base_url, api_key))
+    except client.ServerError as error:
+        print(f"treadle: error: {error}", file=sys.stderr)
+        return 1
     target = client.Target(
         base_url=base_url,
         model=args.model or model,

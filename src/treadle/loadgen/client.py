@@ -1,23 +1,45 @@
 """Sends a workload to a server as streams, and records when each chunk arrives."""
 
 import asyncio
-import contextlib
 import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
 import aiohttp
 
-from treadle.core.errors import UsageError
+from treadle.core.errors import TreadleError
 from treadle.loadgen.workload import ENDPOINTS, Job
 
 _WORDS = (
     "sea", "boat", "wind", "stone", "river", "night", "light", "house", "road", "song", "tree", "cloud", "bird",
     "fire", "glass", "bread", "snow", "field", "star", "rain",
 )  # fmt: skip
+
+_LAST_EVENT = b"[DONE]"
+
+MAX_ERROR_LENGTH = 200
+"""Characters of an error message that are kept."""
+
+
+class ServerError(TreadleError, RuntimeError):
+    """There is no server to send to, or it does not speak OpenAI's API."""
+
+
+class Failure(StrEnum):
+    """The kinds of failure of a request; an HTTP error is a kind of its own per status, such as "HTTP 503"."""
+
+    NOT_CONNECTED = "no connection"
+    NO_ANSWER = "connection closed before an answer"
+    CUT = "stream cut before its end"
+    TOLD = "error in the stream"
+    INVALID = "invalid answer"
+    NO_TEXT = "no text"
+    TIMEOUT = "timeout"
 
 
 @dataclass(slots=True)
@@ -27,24 +49,33 @@ class Result:
     Attributes:
         sent: when the request was sent.
         late: how long after its due time it was sent; 0 in a closed loop.
-        tokens_at: when each chunk with new tokens arrived.
+        tokens_at: when each chunk with text arrived.
         ended: when its stream ended or failed.
-        prompt_tokens, cached_tokens, output_tokens: counts reported by the server.
-        error: why it failed; None on success.
+        has_usage: whether the server reported token counts.
+        prompt_tokens, cached_tokens, output_tokens: counts reported by the server. Without them, the output tokens
+            are the chunks with text, and the others are 0.
+        failure: the kind of failure; None on success.
+        error: what went wrong, in words; None on success.
     """
 
     sent: float
     late: float = 0.0
     tokens_at: list[float] = field(default_factory=list)
     ended: float = 0.0
+    has_usage: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    failure: str | None = None
     error: str | None = None
+
+    def fail(self, kind: str, error: object) -> None:
+        """Mark the request as failed."""
+        self.failure, self.error = kind, _short(error)
 
     @property
     def ttft(self) -> float:
-        """Time to first token: from sending to the first chunk."""
+        """Time to first token: from sending to the first chunk with text."""
         return self.tokens_at[0] - self.sent
 
     @property
@@ -61,7 +92,7 @@ class Result:
 
     @property
     def itls(self) -> list[float]:
-        """Inter-token latencies: times between chunks."""
+        """Inter-token latencies: times between chunks with text."""
         return [after - before for before, after in pairwise(self.tokens_at)]
 
 
@@ -114,7 +145,7 @@ async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int 
     """The name of the first model of a server, and its maximum length, or None if the server does not report it.
 
     Raises:
-        UsageError: the server cannot be reached or lists no model.
+        ServerError: the server cannot be reached or lists no model.
     """
     url = f"{base_url}/v1/models"
     try:
@@ -122,14 +153,17 @@ async def describe_server(base_url: str, api_key: str | None) -> tuple[str, int 
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session,
             session.get(url, headers=_headers(api_key)) as answer,
         ):
-            models = (await answer.json(content_type=None))["data"] if answer.status == 200 else []
-            first: dict[str, Any] = models[0] if models else {}
-            message = "" if models else await _message(answer)
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-        raise UsageError("--base-url", f"no server that speaks OpenAI's API at {base_url} ({error!r})") from error
-    if "id" not in first:
-        raise UsageError("--base-url", f"{url} lists no model ({answer.status} {message})")
-    return first["id"], first.get("max_model_len")
+            text = await answer.text(errors="replace")
+    except aiohttp.ClientConnectorError as error:
+        raise ServerError(f"no server listens at {base_url} ({_reason(error)})") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise ServerError(f"{url} gave no answer ({error or type(error).__name__})") from error
+    models = _object(_parsed(text)).get("data") if answer.status == 200 else None
+    first = _object(models[0]) if isinstance(models, list) and models else {}
+    name, max_len = first.get("id"), first.get("max_model_len")
+    if not isinstance(name, str):
+        raise ServerError(f"{url} lists no model (status {answer.status}: {_short(_message(text))})")
+    return name, max_len if isinstance(max_len, int) else None
 
 
 async def run(
@@ -176,42 +210,153 @@ async def _send(session: aiohttp.ClientSession, target: Target, job: Job, start:
     result = Result(sent=now() - start)
     if job.at is not None:
         result.late = max(0.0, result.sent - job.at)
+    reader = None
     try:
         async with session.post(ENDPOINTS[target.endpoint], json=target.body(job)) as answer:
             if answer.status != 200:
-                result.error = f"{answer.status} {await _message(answer)}"
+                result.fail(f"HTTP {answer.status}", _message(await answer.text(errors="replace")))
+            elif answer.content_type == "application/json":
+                result.fail(Failure.INVALID, f"not a stream: {_message(await answer.text(errors='replace'))}")
             else:
-                await _read(answer, result, lambda: now() - start)
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-        result.error = f"{type(error).__name__}: {error}"
+                reader = _StreamReader(result, lambda: now() - start)
+                await reader.read(answer.content)
+    except TimeoutError as error:
+        result.fail(Failure.TIMEOUT, error or "the server took too long")
+    except aiohttp.ClientConnectorError as error:
+        result.fail(Failure.NOT_CONNECTED, _reason(error))
+    except (aiohttp.ClientError, OSError) as error:
+        if reader is None:
+            result.fail(Failure.NO_ANSWER, error)
+        # Otherwise the stream was cut, unless its last event had come.
+    except ValueError as error:
+        result.fail(Failure.INVALID, error)
     result.ended = now() - start
-    if result.error is None and not result.tokens_at:
-        result.error = "no token arrived"
+    if reader is not None:
+        reader.close()
     return result
 
 
-async def _read(answer: aiohttp.ClientResponse, result: Result, now: Callable[[], float]) -> None:
-    async for line in answer.content:
-        if not line.startswith(b"data: {"):
-            continue
-        at = now()
-        chunk = json.loads(line[6:])
-        if "error" in chunk:
-            result.error = f"in the stream: {chunk['error'].get('message')}"
+class _StreamReader:
+    """Reads one stream of chunks into a result.
+
+    Servers differ: some leave out `delta`, `choices`, `usage`, the last event or the space after `data:`, or send
+    them as null.
+    """
+
+    def __init__(self, result: Result, now: Callable[[], float]) -> None:
+        self._result = result
+        self._now = now
+        self._is_complete = False
+
+    async def read(self, content: aiohttp.StreamReader) -> None:
+        """Read to the end of the stream, or to an error in it."""
+        async for event in _events(content):
+            if event == _LAST_EVENT:
+                self._is_complete = True
+                continue
+            chunk = _parsed(event)
+            if not isinstance(chunk, dict):
+                raise ValueError(f"a chunk that is no JSON object: {event[:80].decode(errors='replace')}")
+            error = _error_of(chunk)
+            if error is not None:
+                self._result.fail(Failure.TOLD, error)
+                return
+            self._take(chunk)
+
+    def close(self) -> None:
+        """Judge the stream, after its end."""
+        result = self._result
+        if not result.has_usage:
+            result.output_tokens = len(result.tokens_at)
+        if result.failure is not None:
             return
-        usage = chunk.get("usage")
-        if usage is not None:
-            result.prompt_tokens = usage["prompt_tokens"]
+        if not self._is_complete:
+            result.fail(Failure.CUT, f"chunks with text: {len(result.tokens_at)}")
+        elif not result.tokens_at:
+            result.fail(Failure.NO_TEXT, "the stream ended without text")
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        result = self._result
+        usage = _object(chunk.get("usage"))
+        if isinstance(usage.get("completion_tokens"), int):
+            result.has_usage = True
             result.output_tokens = usage["completion_tokens"]
-            result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        for choice in chunk["choices"]:
-            # A chat stream starts with a chunk that only holds the role.
-            if "role" not in choice.get("delta", {}):
-                result.tokens_at.append(at)
+            result.prompt_tokens = _count(usage.get("prompt_tokens"))
+            result.cached_tokens = _count(_object(usage.get("prompt_tokens_details")).get("cached_tokens"))
+        choices = chunk.get("choices")
+        for choice in map(_object, choices if isinstance(choices, list) else ()):
+            if _has_text(choice):
+                result.tokens_at.append(self._now())
+            if choice.get("finish_reason") is not None:
+                self._is_complete = True
 
 
-async def _message(answer: aiohttp.ClientResponse) -> str:
-    text = await answer.text(errors="replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        text = json.loads(text)["error"]["message"]
-    return str(text)[:200]
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = _object(choice.get("delta"))
+    # Servers send the thoughts of a reasoning model under one of two names.
+    return bool(
+        choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+    )
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event; comments, names and ids of events are left out."""
+    rest, data = b"", []
+    async for block in content.iter_any():
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                data.append(line[5:].strip())
+            elif not line and data:
+                yield b"\n".join(data)
+                data.clear()
+    if rest.startswith(b"data:"):
+        data.append(rest[5:].strip())
+    # The end of a stream may lack its empty line. What is not whole is the sign of a cut.
+    last = b"\n".join(data)
+    if last == _LAST_EVENT or _parsed(last) is not None:
+        yield last
+
+
+def _parsed(text: str | bytes) -> Any:
+    """The JSON value of a text; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """`value` if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _short(error: object) -> str:
+    """An error message as one line, cut to MAX_ERROR_LENGTH."""
+    return " ".join(str(error).split())[:MAX_ERROR_LENGTH]
+
+
+def _reason(error: aiohttp.ClientConnectorError) -> str:
+    """Why a connection failed, in the system's words."""
+    number = error.errno or 0
+    return os.strerror(number) if number > 0 else str(error.strerror or error)
+
+
+def _error_of(body: Any) -> str | None:
+    """The error in a body, whether an object or a text; None if there is none."""
+    body = _object(body)
+    error = body if body.get("object") == "error" else body.get("error")
+    if isinstance(error, dict) and error.get("message"):
+        error = error["message"]
+    return str(error) if error else None
+
+
+def _message(text: str) -> str:
+    """What the body of a failed request says; the body itself if that is in no known form."""
+    body = _parsed(text)
+    return _error_of(body) or str(_object(body).get("detail") or text.strip() or "no text in the answer")

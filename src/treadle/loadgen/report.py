@@ -11,10 +11,13 @@ if TYPE_CHECKING:
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
+MAX_ERRORS_SHOWN = 3
+"""Error messages in the table per kind of failure; the plain data has them all."""
+
 DEFINITIONS = """\
-TTFT        time to first token: from sending a request to its first chunk with a token
-TPOT        time per output token: (last chunk - first chunk) / (output tokens - 1), one number per request
-ITL         inter-token latency: the time between two chunks of a stream, one number per pair
+TTFT        time to first token: from sending a request to its first chunk with text
+TPOT        time per output token: (last - first chunk with text) / (output tokens - 1), one number per request
+ITL         inter-token latency: the time between two chunks with text of a stream, one number per pair
 E2E         end-to-end latency: from sending a request to the end of its stream
 throughput  of successful requests, per second between the first send and the last end
 goodput     successful requests per second that met every bound of --goodput (DistServe, Zhong et al. 2024)
@@ -37,7 +40,7 @@ def summarize(results: "Sequence[Result]", bounds_ms: Mapping[str, float]) -> di
         results: all requests that ended, failures included.
         bounds_ms: bounds for goodput: ttft, tpot, e2el → milliseconds. Empty for none.
     """
-    good = [result for result in results if result.error is None]
+    good = [result for result in results if result.failure is None]
     seconds = max(r.ended for r in good) - min(r.sent for r in results) if good else 0.0
 
     def per_second(count: int) -> float:
@@ -48,7 +51,8 @@ def summarize(results: "Sequence[Result]", bounds_ms: Mapping[str, float]) -> di
     summary: dict[str, Any] = {
         "requests": len(results),
         "failed": len(results) - len(good),
-        "errors": dict(Counter(r.error for r in results if r.error is not None).most_common()),
+        "failures": _failures(results),
+        "without_usage": sum(not r.has_usage for r in good),
         "seconds": seconds,
         "prompt_tokens": prompt_tokens,
         "cached_tokens": sum(r.cached_tokens for r in good),
@@ -96,8 +100,16 @@ def render(summary: Mapping[str, Any]) -> str:
         if figures and (name != "late" or figures["max"] > 0):
             title = name if name == "late" else name.upper()
             lines.append(f"{title:<6}" + "".join(f"{figures[key]:>10.1f}" for key in ("mean", *SHARES)))
-    for error, count in summary["errors"].items():
-        lines.append(f"failed {count}×: {error}")
+    if summary["without_usage"]:
+        lines.append(
+            f"{summary['without_usage']} successful requests came without usage: each of their chunks with text "
+            "counts as one output token, and their prompt tokens are not counted"
+        )
+    for kind, errors in summary["failures"].items():
+        lines.append(f"failed {sum(errors.values())}×: {kind}")
+        lines += [f"    {count}× {error}" for error, count in list(errors.items())[:MAX_ERRORS_SHOWN]]
+        if len(errors) > MAX_ERRORS_SHOWN:
+            lines.append(f"    and {len(errors) - MAX_ERRORS_SHOWN} other messages")
     return "\n".join(lines)
 
 
@@ -118,6 +130,15 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 def _meets(result: "Result", name: str, bound_ms: float) -> bool:
     value = _BOUNDS[name](result)
     return value is None or 1e3 * value <= bound_ms
+
+
+def _failures(results: "Sequence[Result]") -> dict[str, dict[str, int]]:
+    """Kind of failure → error message → number of requests, the most frequent first."""
+    kinds = Counter(r.failure for r in results if r.failure is not None)
+    return {
+        kind: dict(Counter(str(r.error) for r in results if r.failure == kind).most_common())
+        for kind, _ in kinds.most_common()
+    }
 
 
 def _most_at_once(results: "Sequence[Result]") -> int:
