@@ -82,7 +82,7 @@ def test_a_conversation_keeps_its_history_and_reuses_its_prefix():
     assert len(cached) == 3
     assert cached[1] > 32
     assert "unknown command /nonsense" in result.stderr
-    assert "a new conversation" in result.stderr
+    assert "(new conversation)" in result.stderr
 
 
 def test_a_conversation_that_is_too_long_is_reported_and_can_be_restarted():

@@ -186,7 +186,7 @@ def test_names_are_only_text(small_server, open_page, tmp_path):
     # The same id again is a new request.
     assert small_server.post("/v1/completions", body).status_code == 200
     expect(page.locator("#events li", has_text="arrives with")).to_have_count(2)
-    expect(page.locator("#events li", has_text="It ends here")).to_have_count(2)
+    expect(page.locator("#events li", has_text="It finishes in this step")).to_have_count(2)
     page.goto(f"{small_server.url}/page/..%2f..%2fapp.py")
     assert "there is no" in page.content()
 

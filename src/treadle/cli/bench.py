@@ -1,4 +1,4 @@
-"""`treadle bench serve`: put load on a server that speaks OpenAI's API, and measure latency and throughput."""
+"""`treadle bench serve`: measure latency and throughput of a server with an OpenAI-compatible API under load."""
 
 import argparse
 import json
@@ -34,54 +34,64 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench = commands.add_parser(
         "bench", help="measure a server under load", description="Measure a server under load."
     )
-    kinds = bench.add_subparsers(title="what", metavar="WHAT", required=True)
+    kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     parser = kinds.add_parser(
         "serve",
-        help="a server that speaks OpenAI's API",
-        description="Send requests to a server that speaks OpenAI's API, as streams, and report latencies, "
+        help="a server with an OpenAI-compatible API",
+        description="Send streaming requests to a server with an OpenAI-compatible API, and report latencies, "
         "throughput and goodput.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_argument_group("server")
     group.add_argument("--base-url", default="http://127.0.0.1:8000", help="URL without /v1 (default: %(default)s)")
-    group.add_argument("--model", help="name of the model (default: the first that the server lists)")
+    group.add_argument("--model", help="name of the model (default: the first one listed by the server)")
     group.add_argument("--api-key", help="key to send (or set TREADLE_API_KEY)")
     group.add_argument(
         "--endpoint", choices=sorted(workload.ENDPOINTS), default="completions",
-        help="completions sends token ids, chat the same number of words (default: %(default)s)",
+        help="completions sends token ids, chat sends the same number of words (default: %(default)s)",
     )  # fmt: skip
     group = parser.add_argument_group("load")
     group.add_argument("--num-requests", type=int, default=100, help="default: %(default)s")
     group.add_argument(
-        "--rate", type=float, help="requests/s, open loop: Poisson arrivals, or the arrivals of the trace, scaled"
+        "--rate",
+        type=float,
+        help="requests/s, open loop: Poisson arrivals, or the trace's arrivals scaled to this rate",
     )
     group.add_argument(
         "--concurrency", type=int, help=f"requests in flight at once, closed loop (default: {DEFAULT_CONCURRENCY})"
     )
     group.add_argument(
-        "--trace", type=Path, help="take lengths and arrivals from Azure's CSV or Mooncake's JSON lines"
+        "--trace", type=Path, help="trace file with lengths and arrivals: Azure's CSV or Mooncake's JSON lines"
     )
-    group.add_argument("--length-scale", type=float, default=1.0, help="factor on the lengths of the trace")
-    group.add_argument("--prompt-len", type=int, default=128, help="tokens, without a trace (default: %(default)s)")
-    group.add_argument("--output-len", type=int, default=64, help="tokens, without a trace (default: %(default)s)")
+    group.add_argument(
+        "--length-scale", type=float, default=1.0, help="factor for the lengths in the trace (default: %(default)s)"
+    )
+    group.add_argument(
+        "--prompt-len", type=int, default=128, help="prompt tokens, without a trace (default: %(default)s)"
+    )
+    group.add_argument(
+        "--output-len", type=int, default=64, help="output tokens, without a trace (default: %(default)s)"
+    )
     group.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-        help="generate the full output length (default: on; some servers may refuse this field of vLLM's)",
+        help="generate the full output length (default: on; a vLLM field that some servers may refuse)",
     )  # fmt: skip
     group.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
-    group.add_argument("--vocab-size", type=int, default=10_000, help="token ids below this (default: %(default)s)")
     group.add_argument(
-        "--num-warmups", type=int, default=2, help="warm-up requests, not counted (default: %(default)s)"
+        "--vocab-size", type=int, default=10_000, help="draw token ids below this number (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, default=0, help="seed of prompts and arrivals (default: %(default)s)")
+    group.add_argument(
+        "--num-warmups", type=int, default=2, help="warm-up requests, not measured (default: %(default)s)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="seed for prompts and arrivals (default: %(default)s)")
     group = parser.add_argument_group("result")
     group.add_argument(
         "--goodput", nargs="+", default=[], metavar="NAME:MS",
         help=f"latency bounds for goodput: {', '.join(report.BOUNDED)}",
     )  # fmt: skip
     group.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="also write the figures and every request to this file"
+        "--output", type=Path, metavar="FILE.json", help="also write the results and every request to this file"
     )
     parser.set_defaults(run=run)
 
@@ -135,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         _write(args.output, {**summary, "results": report.details(results)})
     if is_interrupted:
-        print(f"interrupted: {len(jobs) - len(results)} of {len(jobs)} requests had not ended")
+        print(f"interrupted: {len(jobs) - len(results)} of {len(jobs)} requests had not finished")
     print(report.render(summary))
     if is_interrupted:
         return EXIT_INTERRUPTED
@@ -182,7 +192,9 @@ def _bounds(texts: list[str]) -> dict[str, float]:
         except ValueError:
             bound = 0.0
         if name not in report.BOUNDED or not bound > 0:
-            raise UsageError("--goodput", f"must be NAME:MS with a name of {', '.join(report.BOUNDED)}, got {text!r}")
+            raise UsageError(
+                "--goodput", f"must be NAME:MS, where NAME is one of {', '.join(report.BOUNDED)}, got {text!r}"
+            )
         bounds[name] = bound
     return bounds
 

@@ -17,13 +17,13 @@ HELP = "/new starts a new conversation, /exit (or Ctrl-D) quits; Ctrl-C stops an
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "chat",
-        help="talk with a chat model",
-        description="Talk with a chat model. The conversation so far stays in the KV cache, so that each "
-        f"turn computes only the new tokens. {HELP}.",
+        help="talk to a chat model",
+        description="Talk to a chat model. The conversation so far stays in the KV cache, so each turn computes "
+        f"only the new tokens. {HELP}.",
     )
     parser.add_argument("--system", help="system message")
     add_sampling_options(parser, max_tokens=512)
-    add_engine_options(parser, without=("seed",))  # --seed is the request's
+    add_engine_options(parser, without=("seed",))  # --seed sets the seed of requests
     parser.set_defaults(run=run)
 
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if line == "/new":
             messages = list(start)
-            say("(a new conversation)")
+            say("(new conversation)")
         elif line.startswith("/"):
             say(f"unknown command {line.split()[0]}; {HELP}")
         elif line:

@@ -27,12 +27,12 @@ def say(text: str = "") -> None:
 
 
 def load(args: argparse.Namespace, *, log_stats: bool) -> tuple["LLM", SamplingParams]:
-    """Load the engine with a progress bar; returns it with the sampling parameters of the options.
+    """Load the engine with a progress bar; return it with the sampling parameters from the options.
 
     Args:
-        args: the command line.
-        log_stats: whether lines of statistics come between if nothing is said of them; not into an answer that
-            is being written.
+        args: the parsed command line.
+        log_stats: whether to log statistics unless an option decides. False for commands that stream an answer,
+            which log lines would interrupt.
     """
     given = sampling_options(args)
     # Report invalid options before loading torch and a model.
@@ -61,7 +61,7 @@ class _ProgressLine:
         self._is_terminal = sys.stderr.isatty()
 
     def show(self, share: float) -> None:
-        """Draw the bar at `share`, 0 to 1; remove it at 1."""
+        """Draw the bar at `share` of the work, 0 to 1; remove the bar at 1."""
         if share >= 1.0:
             self.clear()
         elif self._is_terminal:
@@ -79,7 +79,7 @@ class RunStats:
     """Counts tokens, steps and blocks of a run, for the summary.
 
     Args:
-        num_blocks: KV blocks of the device tier.
+        num_blocks: number of KV blocks in the device tier.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -94,7 +94,7 @@ class RunStats:
         self._num_cached_tokens = 0
 
     def on_step(self, report: StepReport | None, outputs: StepOutputs | None, finished: Sequence[Request]) -> None:
-        """Count a step's work, and note the times of the requests that ended."""
+        """Count the work of a step, and record the time to first token of finished requests."""
         if report is not None:
             self._num_steps += 1
             self._num_preemptions += len(report.preempted)
@@ -108,7 +108,7 @@ class RunStats:
                 self._first_token_s.append(request.metrics.time_to_first_token)
 
     def summary(self) -> str:
-        """One line: tokens, tokens/s, time to first token, steps, blocks."""
+        """Return one line: tokens, tokens/s, time to first token, steps, blocks."""
         elapsed = time.monotonic() - self._start
         first = max(self._first_token_s, default=0.0)
         parts = [

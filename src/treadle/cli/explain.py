@@ -14,12 +14,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "explain",
         help="explain a recorded run",
-        description="Explain a run that was recorded with --record (or LLM(record=…)): show the step table or one "
-        "request's history, or write a page to step through in a browser, or a trace for Perfetto "
+        description="Explain a run that was recorded with --record (or LLM(record=…)). Show the step table or the "
+        "history of one request, or write a web page for stepping through the run, or a trace for Perfetto "
         "(ui.perfetto.dev) and chrome://tracing.",
     )
     parser.add_argument("recording", type=Path, metavar="RUN.jsonl", help="the recording")
-    parser.add_argument("--request", metavar="ID", help="show one request's history")
+    parser.add_argument("--request", metavar="ID", help="show the history of this request")
     parser.add_argument("--steps", metavar="FIRST-LAST", help="show only these steps")
     parser.add_argument(
         "--web", action="store_true", help="write RUN.html, a page that shows the recording, and open it"
@@ -65,5 +65,5 @@ def _step_range(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     first, _, last = text.partition("-")
     if not first.isdigit() or not (last or first).isdigit():
-        raise UsageError("--steps", f"must be FIRST-LAST or one number, got {text!r}")
+        raise UsageError("--steps", f"must be a range FIRST-LAST or one step number, got {text!r}")
     return int(first), int(last or first)

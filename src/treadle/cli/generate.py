@@ -1,4 +1,4 @@
-"""`treadle generate`: continue prompts, or answer them as chat messages."""
+"""`treadle generate`: complete prompts, or answer them as chat messages."""
 
 import argparse
 import sys
@@ -21,18 +21,20 @@ EXAMPLES = """examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "generate",
-        help="continue prompts, or answer them (--chat)",
-        description="Continue prompts. One prompt is streamed; several run together in one batch.",
+        help="complete prompts, or answer them (--chat)",
+        description="Complete prompts. The output of a single prompt is streamed; several prompts run as one batch.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; - reads one from standard input")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="prompt text; - reads a prompt from standard input"
+    )
     parser.add_argument("--file", type=Path, help="read one prompt per line from this file")
     parser.add_argument("--chat", action="store_true", help="send each prompt as a message to a chat model")
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--steps", action="store_true", help="show what each request did in each step")
     add_sampling_options(parser, max_tokens=128)
-    add_engine_options(parser, without=("seed",))  # --seed is the request's
+    add_engine_options(parser, without=("seed",))  # --seed sets the seed of requests
     parser.set_defaults(run=run)
 
 

@@ -14,14 +14,14 @@ EXIT_USAGE = 2
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of the command line, with all commands."""
     parser = argparse.ArgumentParser(
         prog="treadle",
         description="An LLM inference engine built around its request scheduler.",
-        epilog="Run `treadle COMMAND --help` for details.",
+        epilog="Run `treadle COMMAND --help` for the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"treadle {__version__}")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print no log lines")
+    parser.add_argument("-q", "--quiet", action="store_true", help="log errors only")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (generate, chat, serve, bench, models, explain):
         command.add_parser(commands)
@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     args = make_parser().parse_args(argv)
     try:
         show_logs("ERROR" if args.quiet else None)

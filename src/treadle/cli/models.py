@@ -1,4 +1,4 @@
-"""`treadle models`: list the models that can run."""
+"""`treadle models`: list the available models and the supported formats."""
 
 import argparse
 
@@ -6,8 +6,8 @@ import argparse
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "models",
-        help="list the models that can run",
-        description="List the embedded model, the models in the hub's local cache, and the supported formats.",
+        help="list the available models",
+        description="List the embedded models, those in the local Hugging Face cache, and the supported formats.",
     )
     parser.set_defaults(run=run)
 
@@ -28,10 +28,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {model.name}  {path.stat().st_size / 2**20:.0f} MiB, {model.licence}\n    {path}")
     cached = _cached_hub_models()
     if cached:
-        print("In the hub's local cache:")
+        print("In the local Hugging Face cache:")
         for hub_id, num_bytes in cached:
             print(f"  {hub_id}  {num_bytes / 2**20:.0f} MiB")
-    print("Any other: --model with a folder in Hugging Face layout, a .gguf file, or a hub id.")
+    print("Others: --model takes a folder in Hugging Face layout, a .gguf file, or a hub id.")
     print(f"  Architectures: {', '.join(huggingface_names())}")
     print(f"  GGUF architectures: {', '.join(gguf_names())}")
     print(f"  GGUF types: {', '.join(SUPPORTED_TYPES)}")

@@ -1,6 +1,6 @@
-"""Command-line options that several commands share: EngineConfig's settings, and those of SamplingParams.
+"""Command-line options shared by several commands: the settings of EngineConfig and of SamplingParams.
 
-No torch is imported before a model is needed, so that `--help` and mistakes answer at once.
+torch is not imported until a model is needed, so that `--help` and usage errors respond at once.
 """
 
 import argparse
@@ -13,15 +13,15 @@ from treadle.core.errors import UsageError
 from treadle.core.settings import Setting, settings_of, value_type
 
 _PREFIX = "engine."
-"""Of the engine's options among a command's parsed arguments; other options have some of the same names."""
+"""Prefix of the engine's options among the parsed arguments; some other options have the same names."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Add an option for each setting of EngineConfig.
 
     Args:
-        parser: of the command.
-        without: settings that the command chooses itself.
+        parser: the parser of a command.
+        without: settings that get no option.
     """
     groups: dict[str, Any] = {}
     for name, declared in settings_of(EngineConfig).items():
@@ -39,7 +39,7 @@ def add_engine_options(parser: argparse.ArgumentParser, without: Collection[str]
 
 
 def option_name(setting: str) -> str:
-    """The option of a setting: "--max-num-seqs" of "max_num_seqs"."""
+    """Return the option of a setting, for instance "--max-num-seqs" for "max_num_seqs"."""
     return f"--{setting.replace('_', '-')}"
 
 
@@ -49,7 +49,7 @@ def _help(declared: Setting) -> str:
 
 
 def _form(name: str, declared: Setting) -> dict[str, Any]:
-    """How argparse reads the option."""
+    """Return the keyword arguments of `add_argument` that say how to parse the option."""
     kind, is_optional = value_type(EngineConfig, name)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction if declared.default else "store_true"}
@@ -66,34 +66,48 @@ def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return None if text == "none" else kind(text)
 
-    read.__name__ = getattr(kind, "__name__", "value")  # argparse names it in its error
+    read.__name__ = getattr(kind, "__name__", "value")  # argparse shows this name in its errors
     return read
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Add the options that choose tokens."""
-    group = parser.add_argument_group("sampling (defaults: what the model asks for, else greedy)")
+    """Add the sampling options.
+
+    Args:
+        parser: the parser of a command.
+        max_tokens: default of --max-tokens.
+    """
+    group = parser.add_argument_group("sampling (defaults: the model's generation config, or else greedy)")
     group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help="most tokens to generate (default: %(default)s)"
+        "--max-tokens", type=int, default=max_tokens, help="maximum number of output tokens (default: %(default)s)"
     )
     group.add_argument("--temperature", type=float, help="0 is greedy")
-    group.add_argument("--top-p", type=float, help="keep the most likely tokens up to this probability")
-    group.add_argument("--top-k", type=int, help="keep this many most likely tokens")
-    group.add_argument("--min-p", type=float, help="drop tokens below this share of the most likely one")
-    group.add_argument("--seed", type=int, help="makes sampling repeatable")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be repeated)")
-    group.add_argument("--json-schema", metavar="FILE", help="answer in JSON that keeps to this schema")
-    group.add_argument("--regex", help="answer in text that matches this regular expression")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end")
+    group.add_argument(
+        "--top-p", type=float, help="sample from the most likely tokens up to this cumulative probability"
+    )
+    group.add_argument("--top-k", type=int, help="sample from this many most likely tokens")
+    group.add_argument(
+        "--min-p", type=float, help="exclude tokens less likely than this fraction of the most likely one"
+    )
+    group.add_argument("--seed", type=int, help="seed that makes sampling reproducible")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop the output at this text (may be repeated)"
+    )
+    group.add_argument("--json-schema", metavar="FILE", help="constrain the output to JSON that matches this schema")
+    group.add_argument("--regex", help="constrain the output to text that matches this regular expression")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given: keyword arguments of LLM and of EngineConfig."""
+    """Return the engine settings given on the command line, as keyword arguments of LLM and EngineConfig."""
     return {name.removeprefix(_PREFIX): value for name, value in vars(args).items() if name.startswith(_PREFIX)}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams that were given."""
+    """Return the sampling options given on the command line, as keyword arguments of SamplingParams.
+
+    Raises UsageError if the file of --json-schema cannot be read.
+    """
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     form = {"json": _read_schema(args.json_schema), "regex": args.regex}

@@ -27,18 +27,18 @@ EXAMPLES = """examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "serve",
-        help="serve OpenAI's API over HTTP",
-        description="Serve a model over HTTP, with OpenAI's API and vLLM's extensions.",
+        help="serve an OpenAI-compatible API over HTTP",
+        description="Serve a model over HTTP, with an OpenAI-compatible API and vLLM's extensions.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="same as --model")
     group = parser.add_argument_group("server")
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
     )
     group.add_argument(
-        "--port", type=int, default=8000, help="port to listen on; 0 for any free port (default: %(default)s)"
+        "--port", type=int, default=8000, help="port to listen on; 0 selects a free port (default: %(default)s)"
     )
     group.add_argument("--api-key", help="key that clients must send (or set TREADLE_API_KEY)")
     group.add_argument(
@@ -56,13 +56,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="origins of web pages elsewhere that may use the API (CORS), as a JSON list such as "
         "'[\"https://app.example.com\"]'; '[\"*\"]' for any (default: none)",
     )
-    group.add_argument("--served-model-name", help="name of the model in the API (default: MODEL as given)")
-    group.add_argument("--max-body-mib", type=float, default=8.0, help="largest request body (default: %(default)s)")
+    group.add_argument("--served-model-name", help="name of the model in the API (default: the value of --model)")
+    group.add_argument(
+        "--max-body-mib", type=float, default=8.0, help="maximum size of a request body in MiB (default: %(default)s)"
+    )
     group.add_argument(
         "--shutdown-grace",
         type=float,
         default=10.0,
-        help="seconds that unfinished requests have to finish at shutdown (default: %(default)s)",
+        help="seconds to wait at shutdown for unfinished requests (default: %(default)s)",
     )
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -79,7 +81,7 @@ def _origins(text: str) -> list[str]:
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files: every connection needs one, and the usual limit is 1,024."""
+    """Raise the limit on open files: every connection needs a file, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -87,7 +89,7 @@ def _allow_open_files() -> None:
 
 
 def _freeze_objects() -> None:
-    """Exempt the 200,000 objects of start-up from garbage collection: each full collection took 0.1 s."""
+    """Exempt the 200,000 objects created at startup from garbage collection: each full collection took 0.1 s."""
     gc.collect()
     gc.freeze()
 

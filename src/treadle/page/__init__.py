@@ -1,6 +1,6 @@
-"""The page that shows the scheduler at work: served live by the server, or as one file with a recording in it.
+"""The page that visualizes the scheduler: served live by the server, or a single file that embeds a recording.
 
-It is plain HTML, CSS and JavaScript modules, without a build step; uPlot (static/vendor) draws the charts.
+Plain HTML, CSS and JavaScript modules without a build step. uPlot (static/vendor) draws the charts.
 """
 
 import base64
@@ -18,7 +18,7 @@ CONTENT_TYPES = {
     "js": "text/javascript; charset=utf-8",
 }
 
-# Only the page's own files run or are loaded; a client's string can never become code.
+# The browser loads and runs only the page's own files, so that a string from a client can never become code.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,7 +31,7 @@ _SCRIPT = re.compile(r'<script src="page/([\w./]+)"></script>')
 
 @cache
 def static_files() -> Mapping[str, str]:
-    """The page's files by path below static/; no other file is ever served."""
+    """Return the page's files: path below static/ → text. No other file is ever served."""
     found = {}
     for folder, names in ((files(__package__) / "static", ""), (files(__package__) / "static" / "vendor", "vendor/")):
         for entry in folder.iterdir():
@@ -41,11 +41,11 @@ def static_files() -> Mapping[str, str]:
 
 
 def standalone_page(name: str, lines: Iterable[Mapping[str, Any]]) -> str:
-    """A self-contained HTML file that shows a recording.
+    """Return a self-contained HTML file that shows a recording.
 
     Args:
         name: name of the recording.
-        lines: its header, then a record per step.
+        lines: the header of the recording, then one record per step.
     """
     parts = dict(static_files())
     page = parts.pop("index.html")
@@ -55,12 +55,12 @@ def standalone_page(name: str, lines: Iterable[Mapping[str, Any]]) -> str:
         for path, text in parts.items()
         if path.endswith(".js") and "/" not in path
     }
-    # JavaScript sorts object keys that are numbers; a list keeps the order of the queue.
+    # JavaScript sorts numeric object keys; a list keeps the order of the queue.
     lines = [
         {key: list(value.items()) if key in ("waiting", "swapped") else value for key, value in line.items()}
         for line in lines
     ]
-    # "</" would end the script element.
+    # A "</" in the data would end the script element.
     data = json.dumps(lines, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     head = (
         f'<script type="importmap">{json.dumps({"imports": modules})}</script>\n'

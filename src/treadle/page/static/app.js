@@ -13,10 +13,10 @@ const EVENTS_SHOWN = 60;
 
 const at = (id) => document.getElementById(id);
 const run = new Run();
-let cursor = -1; // index of the step that is shown
+let cursor = -1; // index of the displayed step
 let isLive = !recording;
 let isPlaying = false;
-let followed = null; // number of a request
+let followed = null; // number of the followed request
 let wanted = null; // id of a request to follow as soon as it appears
 let isDue = false;
 
@@ -163,9 +163,9 @@ function drawWords(step) {
 }
 
 function drawEvents(step) {
-  const told = run.events.filter((event) => event.step <= step.number).slice(-EVENTS_SHOWN).reverse();
+  const events = run.events.filter((event) => event.step <= step.number).slice(-EVENTS_SHOWN).reverse();
   at("events").replaceChildren(
-    ...told.map((event) => {
+    ...events.map((event) => {
       const name = event.number < 0 ? "" : shortName(run.byNumber[event.number]?.id ?? "");
       return line(event.kind, `step ${event.step}`, `${name} ${event.text}`, () => {
         if (event.number >= 0) followed = event.number;
@@ -198,7 +198,7 @@ at("unfollow").addEventListener("click", () => follow(null));
 at("find").addEventListener("change", (event) => {
   const text = event.target.value.trim();
   const request = [...run.requests.values()].findLast((r) => r.id === text || shortName(r.id) === text || (text && r.id.includes(text)));
-  event.target.setCustomValidity(request || !text ? "" : "no such request in the available steps");
+  event.target.setCustomValidity(request || !text ? "" : "The available steps contain no such request.");
   event.target.reportValidity();
   follow(request ? request.number : null);
 });

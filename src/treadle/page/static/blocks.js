@@ -1,4 +1,4 @@
-// The KV pool as a map: a cell per block, in the colour of the request that holds it.
+// Map of the KV pool: one cell per block, in the colour of the request that holds it.
 
 import { colourOf, colours, fit, hideNote, showNote } from "./canvas.js";
 import { BlockMap, CACHED, FREE } from "./run.js";
@@ -19,7 +19,7 @@ export class BlockView {
     this.run = run;
     run.blocks.seek(cursor + 1);
     const width = this.canvas.parentElement.clientWidth;
-    // Leave out blocks that were never used: they would only make the others smaller.
+    // Omit blocks that were never used; they would only make the others smaller.
     const count = Math.min(run.numBlocks ?? 0, Math.max(64, run.highestBlock + 1));
     this.size = count > 6000 ? 5 : count > 1500 ? 8 : count > 300 ? 12 : 18;
     this.perRow = Math.max(8, Math.floor(width / this.size));
@@ -69,10 +69,10 @@ export class BlockView {
     const block = this.run ? this.#at(event) : -1;
     if (block < 0) return hideNote();
     const holder = this.run.blocks.holders[block];
-    const what =
+    const state =
       holder === FREE ? "free" :
-      holder === CACHED ? "cached: not held, its content can still be found" :
+      holder === CACHED ? "cached: no request holds it, and the prefix cache can still use its content" :
       `held by ${this.run.byNumber[BlockMap.number(holder)]?.id}${BlockMap.isShared(holder) ? ", shared by several sequences" : ""}`;
-    showNote(event, `Block ${block}: ${what}`);
+    showNote(event, `Block ${block}: ${state}`);
   }
 }

@@ -1,4 +1,4 @@
-// Shared by the two canvases: sharp pixels, colours from the style sheet, and the tooltip.
+// Code shared by the canvases: sharp pixels, colours from the style sheet, and the tooltip.
 
 export function fit(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;

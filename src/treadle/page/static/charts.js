@@ -1,4 +1,4 @@
-// Charts of the last steps, drawn by uPlot.
+// Charts of the latest steps, drawn by uPlot.
 
 import { colours } from "./canvas.js";
 

@@ -75,7 +75,7 @@ export class Chat {
     }
   }
 
-  // Send the same prompt several times, for load only, in one call: browsers limit connections per server.
+  // Send copies of the prompt as load, all in one call, because browsers limit the connections per server.
   async #load(messages, maxTokens, copies) {
     try {
       const { tokens } = await (await this.#post("tokenize", { messages })).json();

@@ -1,4 +1,4 @@
-// The three queues: a card per request, with its progress.
+// The three queues: one card per request, with its progress.
 
 import { colourOf } from "./canvas.js";
 import { shortName } from "./run.js";
@@ -9,7 +9,7 @@ export class Queues {
   constructor(places, onPick) {
     this.places = places; // {running, waiting, swapped}: elements that contain .count and .cards
     this.onPick = onPick;
-    this.cards = new Map(); // queue + request's number → card
+    this.cards = new Map(); // queue and request number → card
   }
 
   draw(run, step, followed) {

@@ -1,10 +1,10 @@
-// The history of a run: the initial state from a server or a recording, then a record per step.
-// All views read from here, for any step that is still kept.
+// The history of a run: the initial state from a server or a recording, then one record per step.
+// All views read from it, for any step that it still contains.
 
 export const KINDS = ["prefill", "chunk", "re-prefill", "decode", "beam"];
 export const FREE = -2;
 export const CACHED = -1;
-const FIELDS = 4; // of a cell: the request's number, kind, tokens computed or generated, target number of tokens
+const FIELDS = 4; // per cell: request number, kind, tokens computed or generated, target number of tokens
 const SHARED = 2 ** 24; // added to a holder's number when several sequences hold the block
 
 export class Run {
@@ -114,7 +114,7 @@ export class Run {
     for (const p of step.preempted) this.byNumber[p.number].preemptions.push(record.step);
     this.blocks.append(this.#changes(record.block_changes ?? {}));
     this.steps.push(step);
-    this.#tell(step, Object.keys(record.arrived));
+    this.#addEvents(step, Object.keys(record.arrived));
     if (this.steps.length > this.limit) this.#drop();
     return step;
   }
@@ -125,9 +125,9 @@ export class Run {
       number: this.byNumber.length,
       computed: 0,
       outputs: 0,
-      lastToken: null, // time of its latest token
+      lastToken: null, // time of the latest token
       preemptions: [], // steps
-      pauses: [], // [step, computed, outputs] at the steps where it stopped running
+      pauses: [], // [step, computed, outputs] at the steps at which the request stopped running
       outcome: null,
       lastReason: "",
       lastStep: 0,
@@ -239,7 +239,7 @@ export class Run {
     return found;
   }
 
-  // The same for one request.
+  // What one request did in a step.
   cellOf(step, number) {
     return this.cellsOf(step, (other) => other === number).get(number);
   }
@@ -258,7 +258,7 @@ export class Run {
     return queues;
   }
 
-  // Prompt tokens computed and tokens generated, after a step.
+  // Computed prompt tokens and generated tokens of a request after a step.
   progressAt(request, step, cell) {
     if (cell?.kind === "decode" || cell?.kind === "beam") {
       return { computed: request.promptTokens, outputs: cell.done };
@@ -282,7 +282,7 @@ export class Run {
   // Describe a cell in a sentence.
   explain(step, number, cell) {
     const name = (n) => shortName(this.byNumber[n]?.id ?? "?");
-    const end = cell.end ? ` It ends here: ${cell.end}.` : "";
+    const end = cell.end ? ` It finishes in this step: ${cell.end}.` : "";
     const back = cell.swappedIn ? "resumes from the host tier, then " : "";
     switch (cell.kind) {
       case "prefill":
@@ -295,26 +295,26 @@ export class Run {
       case "beam":
         return `${back}generates token ${cell.done}${cell.wanted ? ` of at most ${cell.wanted}` : ""}.${end}`;
       case "waiting":
-        return cell.reason ? `waits: ${this.waitReasons[cell.reason]}.` : "waits behind another request.";
+        return cell.reason ? `is waiting: ${this.waitReasons[cell.reason]}.` : "is waiting behind another request.";
       case "swapped":
         return cell.reason ? `is in the host tier: ${this.waitReasons[cell.reason]}.` : "is in the host tier.";
       case "idle":
-        return "runs, but is not in this step.";
+        return "is running, but not scheduled in this step.";
       case "preempted":
       case "swapped-out": {
         const how = cell.kind === "preempted"
           ? "is preempted: it gives up its blocks and will be recomputed"
           : "is preempted: its blocks are swapped out to the host tier";
         return cell.by === number
-          ? `${how}. No block was free, and no request ranks behind it.${end}`
+          ? `${how}. No block was free, and no running request ranks behind it.${end}`
           : `${how}, because ${name(cell.by)} needed a block, none was free, and this one ranks last.${end}`;
       }
       default:
-        return `has ended${cell.end ? `: ${cell.end}` : ""}.`;
+        return `has finished${cell.end ? `: ${cell.end}` : ""}.`;
     }
   }
 
-  #tell(step, arrived) {
+  #addEvents(step, arrived) {
     const event = (number, kind, text) => this.events.push({ step: step.number, number, kind, text });
     for (const id of arrived) {
       const request = this.#known(id);
@@ -333,7 +333,7 @@ export class Run {
     }
   }
 
-  // The history of one request: a line for each run of steps in which it did the same.
+  // The history of one request: one line for each run of steps in which it did the same.
   story(request, lastStep) {
     const lines = [];
     for (const step of this.steps) {
@@ -417,7 +417,7 @@ export class BlockMap {
   }
 }
 
-// The median; undefined if there are no values. Sorts the values in place.
+// The median of the values; undefined for an empty array. Sorts the values in place.
 export function middle(values) {
   return values.sort((a, b) => a - b)[values.length >> 1];
 }

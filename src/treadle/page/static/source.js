@@ -16,7 +16,7 @@ export async function call(path, options = {}) {
 let asking = null;
 
 function askForKey() {
-  // Several calls may be refused at once; ask only once.
+  // Several calls may be rejected at the same time; ask for the key only once.
   asking ??= new Promise((resolve) => {
     const dialog = document.getElementById("ask-key");
     const field = dialog.querySelector("input");
@@ -32,7 +32,7 @@ function askForKey() {
   return asking;
 }
 
-// The data of server-sent events, parsed.
+// Yields the parsed data of server-sent events.
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -52,7 +52,7 @@ export async function* events(answer) {
   }
 }
 
-// Follow a server forever; onStatus gets whether the page is live, and a text: what was skipped, or the problem.
+// Follow a server forever. Calls onStatus(is the page live, text about skipped steps or the problem).
 export async function followServer(run, onStep, onStatus) {
   for (;;) {
     try {
@@ -61,7 +61,7 @@ export async function followServer(run, onStep, onStatus) {
       for await (const record of events(answer)) {
         if (record.state) {
           run.begin(record.state);
-          onStatus(true, record.missed ? `live, after skipping ${record.missed} steps that came too fast for this page` : "live");
+          onStatus(true, record.missed ? `live, after skipping ${record.missed} steps that arrived faster than this page can draw` : "live");
         } else {
           run.add(record);
         }

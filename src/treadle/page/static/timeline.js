@@ -1,4 +1,4 @@
-// The timeline of the last steps: a column per step, a row per request.
+// The timeline of the latest steps: one column per step, one row per request.
 
 import { colours, fit, hideNote, showNote } from "./canvas.js";
 import { shortName } from "./run.js";
