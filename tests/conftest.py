@@ -1,4 +1,4 @@
-"""Expensive fixtures that many tests share."""
+"""Expensive fixtures shared by many tests."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ def embedded_path():
 
 @pytest.fixture(scope="session")
 def embedded_model(embedded_path):
-    """The embedded model's files, opened; no weights read."""
+    """The opened files of the embedded model; no weights are loaded."""
     from treadle.models.registry import load_path
 
     return load_path(embedded_path)
@@ -28,7 +28,7 @@ def embedded_model(embedded_path):
 
 @pytest.fixture(scope="session")
 def embedded_weights(embedded_model):
-    """The embedded model in float32, shared by every engine that the tests build around it."""
+    """The embedded model in float32, shared by all engines that use it."""
     import torch
 
     from treadle.backends.torch.model import TorchModel
@@ -69,7 +69,7 @@ class Tiny(NamedTuple):
 
 @pytest.fixture(scope="session")
 def llm():
-    """The offline API on the embedded model, checking itself at every step."""
+    """The offline API on the embedded model, with invariant checks in every step."""
     from treadle import LLM
 
     return LLM(max_model_len=2048, num_kv_blocks=600, max_num_seqs=32, check_invariants=True)
@@ -77,7 +77,7 @@ def llm():
 
 @pytest.fixture(scope="session")
 def oracle(embedded_path):
-    """transformers' own model of the embedded file, float32."""
+    """transformers' model of the embedded file, in float32."""
     import torch
     import transformers
 
@@ -90,7 +90,7 @@ def oracle(embedded_path):
 
 @pytest.fixture(scope="session")
 def oracle_tokenizer(embedded_path):
-    """transformers' own tokenizer of the embedded file."""
+    """transformers' tokenizer of the embedded file."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -99,6 +99,6 @@ def oracle_tokenizer(embedded_path):
 
 @pytest.fixture(autouse=True)
 def _collect():
-    """Collect garbage after each test, so that unclosed resources are reported in the test that left them."""
+    """Collect garbage after each test, so that unclosed resources are reported in the test that leaves them."""
     yield
     gc.collect(0)

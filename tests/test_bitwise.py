@@ -1,7 +1,7 @@
 """On the native kernels outputs are bit-identical under every schedule: tokens and log-probabilities.
 
-One set of 24 requests, each first run alone with its prompt whole, then under every kind of schedule: a tiny model on every build
-that this machine runs, the embedded one on the best build.
+Each of 24 requests runs first alone, with its prompt in one step, and then under every kind of schedule. The tiny model
+runs on every build that this machine supports, the embedded model on the best build.
 """
 
 import struct
@@ -29,12 +29,12 @@ KINDS = [
     {"temperature": 0.9, "n": 3},
     {"temperature": 0.0, "presence_penalty": 0.3, "logit_bias": {200: 2.0}},
 ]
-# The tiny model's vocabulary spells no texts that a grammar could ask for.
+# Only the embedded model's vocabulary can spell the texts of a grammar.
 WITH_GRAMMARS = [*KINDS, {"temperature": 0.8, "structured_outputs": {"regex": "[a-z ,.]*"}}]
 
 
 def make_requests(prompts, kinds):
-    """Greedy and seeded, with filters, penalties and several sequences; every third prompt shares a prefix."""
+    """Return greedy and seeded requests with filters, penalties and several sequences."""
     requests = []
     for i, prompt in enumerate(prompts):
         kind = kinds[i % len(kinds)]
@@ -49,7 +49,7 @@ def real_prompts(tokenizer):
 
 
 def bits(output):
-    """The whole answer, with log-probabilities as bits."""
+    """Return the whole output, with log-probabilities as bits."""
     assert output.error is None
     return [
         (
@@ -66,7 +66,7 @@ def bits(output):
 
 @dataclass(frozen=True)
 class Numbers:
-    """A model, a build of the kernels, what they compute in, and whether another process computes it."""
+    """A model, a build of the kernels, a number format, and whether a child process runs the steps."""
 
     model: str
     build: str
@@ -79,7 +79,7 @@ class Numbers:
 
 
 class Path:
-    """A model on one build in one number format, and the answer to each request run alone."""
+    """A model on one build in one number format, and the output of each request when it runs alone."""
 
     def __init__(self, loaded: Any, prompts: list[list[int]], kinds: list[dict[str, Any]], numbers: Numbers):
         self.loaded = loaded
@@ -106,7 +106,7 @@ class Path:
         assert self.run(self.requests, **options) == self.alone
 
     def check_in_a_small_pool(self, **options):
-        """All requests but the longest, in a pool for little more than one of them."""
+        """Run all requests but the longest in a pool that holds little more than one of them."""
         got = self.run(
             self.requests[:23],
             max_num_batched_tokens=96,
@@ -123,7 +123,7 @@ def numbers(model, builds, *marks):
 
 
 TINY = [*numbers("tiny", RUNNABLE[:1]), *numbers("tiny", RUNNABLE[1:], pytest.mark.slow)]
-# The law of plans: a runner in another process, fed by pickled plans, computes the same bits.
+# A runner in another process, which gets only pickled plans, computes the same bits.
 CHILD = [
     pytest.param(Numbers("tiny", build, int8, in_child=True), marks=pytest.mark.slow)
     for build in RUNNABLE[:1]
@@ -135,7 +135,7 @@ CHILD += [pytest.param(Numbers("real", build, True, in_child=True), marks=pytest
 
 @pytest.fixture(scope="module")
 def path(request, tiny):
-    """Made once per path: pytest orders the tests of a module by such a fixture's parameter."""
+    """The path under test. It is built once, because pytest groups the tests of a module by this parameter."""
     wanted = request.param
     if wanted.model == "tiny":
         path, source = Path(tiny.loaded, make_prompts(LENGTHS), KINDS, wanted), tiny.folder
@@ -167,7 +167,7 @@ class TestTinyPaths:
 
     @pytest.mark.parametrize("longest", [400, pytest.param(1988, marks=pytest.mark.slow)])
     def test_chunks_of_one(self, path, longest):
-        # Three sequences would need steps of three.
+        # Requests with three sequences would need steps of three tokens.
         requests = enumerate(path.requests)
         single = [i for i, (prompt, params) in requests if params.n == 1 and len(prompt) <= longest]
         got = path.run([path.requests[i] for i in single], max_num_batched_tokens=1, max_num_seqs=1)

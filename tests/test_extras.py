@@ -1,4 +1,4 @@
-"""What works without the packages of the optional extras, and what is said where one of them is needed."""
+"""Treadle without the packages of the optional extras, and the errors of features that need one of them."""
 
 import subprocess
 import sys

@@ -79,7 +79,7 @@ def test_a_room_imports_only_rooms_above_it(path):
     ids=lambda p: f"{p.parent.name}/{p.name}",
 )
 def test_runners_and_backends_do_not_import_requests(path):
-    """It learns of sequences from plans alone."""
+    """Runners and backends get all information about sequences from plans."""
     names = {
         alias.name
         for node in ast.walk(ast.parse(path.read_text()))

@@ -1,4 +1,4 @@
-"""The offline API, as a user meets it."""
+"""The offline API."""
 
 import os
 import signal
@@ -112,7 +112,7 @@ def test_a_stop_string_across_several_tokens(include, llm):
     (free,) = generate(llm, "Once upon a time", SamplingParams(temperature=0.0, max_tokens=30))
     pieces = [llm.get_tokenizer().decode([i]) for i in free.outputs[0].token_ids]
     before, stop = "".join(pieces[:8]), "".join(pieces[8:12])
-    stop = stop[1:-1]  # begins and ends within tokens
+    stop = stop[1:-1]  # begins and ends inside tokens
     params = SamplingParams(temperature=0.0, max_tokens=30, stop=[stop], include_stop_str_in_output=include)
     (output,) = generate(llm, "Once upon a time", params)
     end = text(free).index(stop) + (len(stop) if include else 0)
@@ -354,7 +354,7 @@ def test_the_error_without_the_embedded_model(monkeypatch):
 
 @pytest.fixture
 def interrupts():
-    """Ctrl-C raises KeyboardInterrupt, also where whoever started the tests has it ignored."""
+    """Make Ctrl-C raise KeyboardInterrupt, even if the parent process has it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -373,7 +373,7 @@ def test_ctrl_c_takes_effect_between_steps_and_the_engine_stays_usable(llm, inte
     monkeypatch.setattr(llm.engine, "step", interrupted_step)
     with pytest.raises(KeyboardInterrupt):
         generate(llm, ["Hello"] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
-    assert 3 <= num_steps <= 4  # the step ends; one more takes what was aborted
+    assert 3 <= num_steps <= 4  # the step completes; one more may run for the aborted request
     assert not llm.engine.has_unfinished_requests
     kv = llm.engine.scheduler.kv
     assert kv.num_available_blocks == kv.pool.num_blocks

@@ -1,4 +1,4 @@
-"""Several sequences, beams, orders and limits by way of the offline API."""
+"""Several sequences, beams, orders and limits through the offline API."""
 
 import json
 

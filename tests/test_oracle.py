@@ -1,4 +1,4 @@
-"""Answers equal those of transformers on the same file."""
+"""Outputs equal those of transformers on the same file."""
 
 import pytest
 

@@ -11,11 +11,11 @@ from treadle import SamplingParams
 
 NUM_REQUESTS = 24
 SEARCHES = ((2, 1.0, False), (4, 0.5, True), (3, 2.0, "never"))
-"""Width, length_penalty, early_stopping."""
+"""(Width, length_penalty, early_stopping) of each beam search."""
 
 
 def requests():
-    """Greedy and seeded, one sequence and three, with log-probabilities; beams among them."""
+    """Return greedy and seeded requests with one sequence or three and with log-probabilities, and beam searches."""
     found = []
     for i, prompt in enumerate(make_prompts([24 + (i * 5) % 30 for i in range(NUM_REQUESTS)])):
         length = 12 + i % 9
@@ -102,7 +102,7 @@ def test_beams_equal_transformers(is_real, tiny, request):
 
 
 def strip(tokens, eos_ids):
-    """Without the padding after the end."""
+    """Return the tokens up to the end token, without the padding."""
     for i, token in enumerate(tokens):
         if token in eos_ids:
             return tokens[: i + 1]

@@ -1,6 +1,6 @@
-"""Under every schedule a request's tokens stay the same (float32 in torch; ties may fall either way).
+"""A request's tokens are the same under every schedule (float32 in torch; ties may be broken either way).
 
-test_bitwise has more schedules, on the native kernels and to the bit.
+test_bitwise.py tests more schedules, on the native kernels and for bit-identical results.
 """
 
 import pytest
@@ -14,12 +14,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 LENGTHS = [1, 2, 3, 5, 8, 13, 16, 17, 24, 31, 40, 48, 63, 64, 65, 90, 100, 150, 300, 600]
 
 PAIRS = [("chunked", True), ("phased", False)]
-"""A pair covers either."""
+"""(Policy, prefix caching): combinations that cover both values of each."""
 
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Each prompt run alone, whole."""
+    """The output of each prompt when it runs alone, without chunks."""
     prompts = make_prompts(LENGTHS)
     engine = TestEngine(tiny.loaded, tiny.weights, enable_prefix_caching=False, max_num_batched_tokens=2048)
     return prompts, [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
@@ -46,7 +46,7 @@ def test_chunked_prompts(chunk, alone, tiny):
 
 @pytest.mark.parametrize(("policy", "caching"), PAIRS)
 def test_a_pool_that_forces_preemptions(policy, caching, alone, tiny):
-    # The longest prompt (600 + 16 tokens) has the pool to itself; the short ones are preempted many times.
+    # The longest prompt (600 + 16 tokens) fills the pool by itself; the short ones are preempted many times.
     short = [(p, out) for p, out in zip(*alone, strict=True) if len(p) <= 90]
     for expected, num_blocks, least in ((list(zip(*alone, strict=True)), 155, 1), (short, 28, 5)):
         engine = TestEngine(

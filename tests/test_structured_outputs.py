@@ -108,7 +108,7 @@ def test_beams_respect_the_constraint(engine):
 
 
 def test_constrained_requests_honour_other_sampling_parameters(engine):
-    """Log-probabilities are the model's own; a complete text overrides min_tokens; a stop string still stops."""
+    """Log-probabilities are unmodified, a complete text overrides min_tokens, and stop strings take effect."""
     own = engine()
     own.add("plain", "Answer: ", SamplingParams(temperature=0.0, max_tokens=1, logprobs=5))
     own.add("logprobs", "Answer: ", params({"choice": ["zebra"]}, 0, logprobs=5))

@@ -1,4 +1,4 @@
-"""Compiling and caching the kernels, and what happens when that does not work."""
+"""Compiling and caching the kernels, and the errors and fallbacks when this fails."""
 
 import ctypes
 import logging
@@ -21,7 +21,7 @@ from treadle.core.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no native kernels")
 
-FAST = ("-O0",)  # what is compiled here is not run
+FAST = ("-O0",)  # the compiled kernels are not run in these tests
 SMALL = {"num_kv_blocks": 64, "max_model_len": 256, "log_stats_interval_s": 0}
 SOURCE = 'extern "C" int answer() { return 42; }\n'  # compiled in place of the kernels, which take seconds
 
@@ -37,14 +37,14 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(tmp_path):
-    """A source that is quickly compiled."""
+    """A source file that compiles quickly."""
     path = tmp_path / "small.cpp"
     path.write_text(SOURCE)
     return path
 
 
 def script(folder, commands):
-    """A compiler that does what a shell script says."""
+    """Return the path of a compiler that is a shell script with `commands`."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{commands}\n")
     path.chmod(0o755)
@@ -62,7 +62,7 @@ def test_the_kernels_are_compiled_once_and_again_when_stale(cache, small, monkey
     notices = [record.message for record in caplog.records]
     assert len(notices) == 1
     assert "compiling the CPU kernels (avx2)" in notices[0]
-    # Another source or header is another file, and so is another processor.
+    # A change of source, headers or processor leads to a different file.
     small.write_text(SOURCE + "// changed\n")
     second = library_path("avx2", source=small)
     changed = tmp_path / "csrc"
@@ -110,7 +110,7 @@ def test_constants_equal_those_of_the_torch_reference():
 @pytest.mark.skipif(SANITIZED, reason="AddressSanitizer ends the process instead")
 def test_a_step_that_runs_out_of_memory_fails_and_the_next_one_runs():
     dll = native_library().dll
-    # No layers: a step copies rows of an embedding of 2²⁴ numbers, here always the first.
+    # Without layers, a step only copies rows of the embedding, each of 2²⁴ numbers; here always the first row.
     hidden = 2**24
     embedding, ids = np.zeros(hidden, dtype=np.uint16), np.zeros(2**24, dtype=np.int32)
     sizes = {"hidden": hidden, "intermediate": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "vocab": 1}
@@ -211,7 +211,7 @@ def test_a_compiler_that_hangs_is_killed_with_its_child_processes(cache, tmp_pat
     with pytest.raises(KernelBuildError, match=r"--version took more than 0.5 s; install g\+\+, or name another"):
         library_path("avx2", FAST, small)
     os.set_blocking(reader, True)
-    assert os.read(reader, 1) == b""  # the last process that could write has ended
+    assert os.read(reader, 1) == b""  # the last process with a writable end of the pipe has ended
     os.close(reader)
 
 
@@ -251,7 +251,7 @@ def refuse(*args, **options):
 
 def test_a_read_only_cache_is_used(cache, monkeypatch, caplog, small):
     path = library_path("avx2", FAST, small)
-    monkeypatch.setattr(build.fcntl, "flock", refuse)  # a folder's mode does not hold root off
+    monkeypatch.setattr(build.fcntl, "flock", refuse)  # root can write to any folder, whatever its mode
     assert library_path("avx2", FAST, small) == path
     assert not caplog.records
 
@@ -304,7 +304,7 @@ def test_invalid_settings_are_refused(options, field):
 
 @pytest.mark.slow
 def test_torch_gives_the_same_outputs_within_tolerance():
-    """Without the kernels, int8 is shown by torch: log-probabilities are close, and so is what is most likely."""
+    """Without the kernels, torch computes int8: the log-probabilities are close to those of the kernels."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     text = "The quick brown fox jumps over the lazy dog, and then it sleeps for the rest of the day."
     means = {}

@@ -1,4 +1,4 @@
-"""The native forward pass against its plain torch twin, for every supported architecture and odd sizes."""
+"""The native forward pass, compared with plain torch, for every supported architecture and for odd sizes."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def native_of(loaded, *, int8, build=None):
 
 
 def prompt_logprobs(loaded, model, **options):
-    """Log-probabilities of each prompt's tokens and of the most likely first output, with two prompts per step."""
+    """Return the log-probabilities of prompt tokens and of the most likely first output, with two prompts per step."""
     engine = TestEngine(loaded, model, max_model_len=400, max_num_batched_tokens=40, **options)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, logprobs=0)
     for i, prompt in enumerate(PROMPTS):
@@ -50,7 +50,7 @@ def test_the_native_forward_pass_equals_torch(name, int8, tmp_path):
     loaded = load_model(str(tmp_path))
     twin = prompt_logprobs(loaded, twin_of(loaded, int8=int8), int8_kv=int8)
     ours = prompt_logprobs(loaded, native_of(loaded, int8=int8), int8_kv=int8)
-    # Both round; where they round apart, by one step of the narrow type, the difference grows from layer to layer.
+    # Both round. A difference of one unit in the last place of the narrow type grows from layer to layer.
     assert np.abs(ours - twin).mean() < 0.04 * np.abs(twin).std()
 
 
@@ -66,7 +66,7 @@ def test_weights_and_kv_can_have_different_number_formats(build, int8, int8_kv, 
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_several_tokens_of_a_row_equal_one_at_a_time(int8, tmp_path):
-    """Several tokens at the end of a sequence, a logit each, beside a plain decode: the bits of one at a time."""
+    """Logits of several tokens at the end of a sequence, next to a plain decode, equal those of single steps."""
     make_model("qwen3", tmp_path)
     loaded = load_model(str(tmp_path))
     model = native_of(loaded, int8=int8)
@@ -78,7 +78,7 @@ def test_several_tokens_of_a_row_equal_one_at_a_time(int8, tmp_path):
         return make_backend(model, 12, 0, 16, int8, 2)
 
     def forward(backend, runs):
-        """runs: (row, first position, count)."""
+        """Return logits for `runs`, a list of (row, first position, count)."""
         positions = np.concatenate([np.arange(p, p + n) for _, p, n in runs]).astype(np.int32)
         rows = np.repeat([r for r, _, _ in runs], [n for _, _, n in runs]).astype(np.int32)
         counts = np.array([n for _, _, n in runs], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Every native kernel against its plain torch twin, on random shapes, on every build that this machine runs."""
+"""Every native kernel, compared with plain torch on random shapes, on every build that this machine supports."""
 
 from ctypes import byref
 
@@ -36,7 +36,7 @@ def bf16(array):
 
 
 class Packed:
-    """A matrix as the kernels want it, kept alive."""
+    """A matrix in the layout of the kernels; owns the memory."""
 
     def __init__(self, library, weight, *, int8, bias=None):
         n, k = round_up(weight.shape[0], PANEL), round_up(weight.shape[1], GROUP)
@@ -70,14 +70,14 @@ def twin_linear(library, x, weight, *, int8, bias=None):
         x = reference.round_to_int8(torch.from_numpy(x), GROUP)
         weight = reference.round_to_int8(torch.from_numpy(weight), weight.shape[1])
     else:
-        # Without BF16 instructions activations stay floats.
+        # Without BF16 instructions, activations stay float32.
         x = bf16(x) if library.build == "avx512_bf16" else torch.from_numpy(x)
         weight = bf16(weight)
     return F.linear(x.double(), weight.double(), None if bias is None else torch.from_numpy(bias).double())
 
 
 def assert_close(ours, twin, tolerance, floor=1e-6):
-    """Within `tolerance` of the largest number, or of `floor`, the size of what is added up."""
+    """Assert that errors are at most `tolerance` times the largest value, or times `floor` if that is larger."""
     scale = max(float(twin.abs().max()), floor)
     assert float((ours.double() - twin.double()).abs().max()) <= tolerance * scale
 
@@ -116,7 +116,7 @@ def test_a_row_of_a_product_does_not_depend_on_its_neighbours(library, seed, row
 
 
 def test_int8_is_exact_at_its_extremes(library):
-    # All products are as large as they get: sums of two in 16 bits must not saturate.
+    # All products have the maximum magnitude: the 16-bit sum of two must not saturate.
     k = 256
     for sign in (1, -1):
         x = np.full((3, k), 5.0, dtype=np.float32)
@@ -143,7 +143,7 @@ def test_gate_and_up_equals_torch(library, seed, rows, inter, k, int8):
     padded = round_up(inter, GROUP)
     both = np.zeros((2, padded, k), dtype=np.float32)
     both[0, :inter], both[1, :inter] = gate, up
-    # Per panel 16 gates, then the 16 ups that belong to them.
+    # Each panel has 16 gates, then the 16 corresponding ups.
     order = both.reshape(2, padded // 16, 16, k).transpose(1, 0, 2, 3).reshape(2 * padded, k)
     packed = Packed(library, np.ascontiguousarray(order), int8=int8)
     out = linear(library, packed, x, int8=int8, threads=2, name="treadle_op_linear_silu_mul", width=padded)
@@ -160,7 +160,7 @@ def test_rms_norm_equals_torch(library, seed, size, int8):
     out = np.empty(size, dtype=np.float32)
     native_ops(library.build).treadle_op_rms_norm(pointer(x), pointer(weight), size, 1e-5, int8, pointer(out))
     twin = reference.rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-5)
-    # Half a step of the narrow type.
+    # Half a unit in the last place of the narrow type.
     step = 1 / 127 if int8 else 2**-7
     assert_close(torch.from_numpy(out), twin, 0.501 * step + 1e-5)
 
@@ -196,7 +196,7 @@ class Cache:
         num_blocks = -(-tokens // block_size) + 2
         shape = {"num_layers": 1, "block_size": block_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
         self.struct = kv_cache_struct(**shape, int8=int8)
-        # A guard behind it shows writes past the end.
+        # A guard area behind it detects writes past the end.
         size = library.kv_block_bytes(self.struct) * num_blocks
         self.pool = np.full(size + 4096, 0xFF, dtype=np.uint8)
         self.pool[size:] = 7
@@ -224,7 +224,7 @@ class Cache:
 
 
 def twin_attention(queries, keys, values, first, *, int8):
-    """With plain torch, on what the cache can hold."""
+    """Compute attention in plain torch, with keys and values rounded as in the cache."""
     head_dim = queries.shape[-1]
     if int8:
         q, k, v = (reference.round_to_int8(torch.from_numpy(x), head_dim) for x in (queries, keys, values))
@@ -258,7 +258,7 @@ def test_attention_equals_torch(library, seed, group, kv_heads, head_dim, block_
     out = cache.attend(first, queries)
     # Probabilities and, without int8, queries are rounded to bfloat16.
     assert_close(out, twin_attention(queries, keys, values, first, int8=int8), 1.5e-2)
-    # Bit for bit the same one token at a time, in a cache of which nothing later is written yet.
+    # The result for a single token is bit-identical, in a cache without any later token.
     fresh = Cache(library, rng, **shape, int8=int8)
     cut = int(rng.integers(count))
     fresh.store(range(first + cut + 1), keys, values)
@@ -282,7 +282,7 @@ def test_attention_does_not_depend_on_the_block_size(library):
 
 
 def test_an_attention_sink_keeps_the_precision_of_other_values(library):
-    """One token with nearly all of the probability and a value of zero must not drown the others."""
+    """A token with nearly all of the probability and a value of zero must not hide the contribution of the others."""
     rng = rng_of(2)
     keys, values = normal(rng, 60, 1, 64) * 0.1, normal(rng, 60, 1, 64)
     queries = np.ones((1, 1, 64), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Without `num_threads`, no backend uses more threads than the process may use processors."""
+"""Without `num_threads`, a backend uses at most as many threads as the process may use processors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The command in a process of its own: its output and its exit status."""
+"""The command, run in a separate process: its output and its exit status."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def test_steps_of_three_requests(tmp_path):
     assert result.stdout.count("── ") == 3
     table = result.stderr[result.stderr.index(" step") :]
     assert "prefill 2 of 2" in table
-    assert "prefill 4 of 10" in table  # half of a step is for those behind a long prompt
+    assert "prefill 4 of 10" in table  # half of the step is for the prompts behind a long one
     assert "prefill 4+6 of 10" in table
     assert "decode" in table
 
@@ -132,7 +132,7 @@ def test_ctrl_c_exits_cleanly():
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    assert process.stdout.read(10)  # it talks
+    assert process.stdout.read(10)  # it has started to generate
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130

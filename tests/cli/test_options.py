@@ -1,4 +1,4 @@
-"""Settings are declared once: checks, options and the table in the docs follow from the declarations."""
+"""Settings are declared once: their checks, options and documentation are generated from the declarations."""
 
 import argparse
 import runpy
@@ -38,7 +38,7 @@ def test_every_setting_has_help_an_option_and_a_row_in_the_docs(name):
     for command in (serve, generate, chat):
         (action,) = [a for a in parser_of(command)._actions if option in a.option_strings]
         is_ours = action.dest == f"engine.{name}"
-        assert is_ours == (name != "seed" or command is serve)  # elsewhere --seed is the request's
+        assert is_ours == (name != "seed" or command is serve)  # in other commands --seed sets the seed of requests
         if is_ours:
             assert declared.help in action.help
             assert declared.default_in_words in action.help

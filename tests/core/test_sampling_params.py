@@ -1,4 +1,4 @@
-"""Limits and types of sampling parameters: each error names the field, the value and the limit."""
+"""Limits and types of sampling parameters; each error gives the field, the value and the limit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A stream belongs to its request, not to the request's name: names come back, and clients choose them."""
+"""A stream belongs to a request, not to its id: clients choose the ids and may reuse them."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run(model):
-    """Runs `script(engine, add)` on an event loop; `add(*names, max_tokens=)` returns a stream for each name."""
+    """Run `script(engine, add)` on an event loop; `add(*names, max_tokens=)` returns a stream for each name."""
     built = build_engine(EngineConfig(model=model, num_kv_blocks=60, block_size=8, check_invariants=True))
 
     def run(script):
@@ -63,7 +63,7 @@ def test_aborting_a_finished_stream_does_not_affect_a_new_request_with_its_id(ru
         (first,) = await add("a", max_tokens=3)
         assert len(await tokens(first)) == 3
         (second,) = await add("a", max_tokens=12)
-        engine.abort(first)  # its caller leaves only now
+        engine.abort(first)  # its caller disconnects only now
         assert len(await tokens(second)) == 12
 
     run(script)

@@ -1,4 +1,4 @@
-"""The loop: failures of a step, observers, the step table."""
+"""The engine loop: failing steps, observers, the step table."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A process forked from one that has computed gets an error where it would wait for ever."""
+"""A process forked after a computation gets an error instead of hanging."""
 
 import asyncio
 import os
@@ -31,11 +31,11 @@ def generate(llm):
     return llm.generate([1, 2, 3], PARAMS, use_tqdm=False)
 
 
-def told_by_a_child(action):
-    """What `action` raises in a forked process, as text."""
+def error_in_a_child(action):
+    """Run `action` in a forked process and return the text of its EngineError."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn about a fork with threads
         child = os.fork()
     if child == 0:
         signal.alarm(60)  # ends a child that hangs
@@ -48,9 +48,9 @@ def told_by_a_child(action):
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as file:
-        told = file.read()
+        message = file.read()
     os.waitpid(child, 0)
-    return told
+    return message
 
 
 @pytest.mark.parametrize("action", ["generate", "stream", "by hand", "asyncio", "another LLM"])
@@ -64,7 +64,7 @@ def test_a_forked_child_gets_an_error_that_recommends_spawn(llm, action):
         "asyncio": lambda: asyncio.run(AsyncEngine(llm.engine).call(int)),
         "another LLM": lambda: LLM(llm.config.model, **OPTIONS),
     }
-    assert 'start it with multiprocessing.get_context("spawn")' in told_by_a_child(actions[action])
+    assert 'start it with multiprocessing.get_context("spawn")' in error_in_a_child(actions[action])
     assert sum(len(output.outputs[0].token_ids) for output in stream) == 3  # the parent is not affected
     assert len(generate(llm)[0].outputs[0].token_ids) == 4
 

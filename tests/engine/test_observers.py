@@ -1,4 +1,4 @@
-"""Observers see every step and every end; what they count agrees with an account kept from outside."""
+"""Observers see every step and every finished request, and their counts agree with the requests."""
 
 import random
 
@@ -128,7 +128,7 @@ def test_a_failed_step_has_a_report_and_no_outputs():
     beams=st.booleans(),
 )
 def test_token_counts_agree_with_the_requests(seed, mode, lookahead, beams):
-    """Against the requests themselves: every prompt token is new or cached once, every output token generated once."""
+    """Every prompt token counts once as new or cached, every output token once as generated."""
     rng = random.Random(seed)
     engine = ToyEngine(
         num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, admission_headroom=0, preemption_mode=mode,
@@ -149,7 +149,7 @@ def test_token_counts_agree_with_the_requests(seed, mode, lookahead, beams):
     outputs = [outputs for _, outputs, _ in seen.calls]
     assert [name for _, _, finished in seen.calls for name in finished] == list(engine.finished)
     num_known = sum(report.plan.num_prompt_tokens for report, _, _ in seen.calls)
-    # The rest is the last token before each preemption: generated, and computed for the first time.
+    # The difference is the last token before each preemption, which was generated but not computed before.
     assert sum(o.num_prompt_tokens + o.num_recomputed_tokens for o in outputs) <= num_known
     plain = [r for r in requests if not r.sampling_params.use_beam_search]
     generated = sum(seq.num_output_tokens for r in plain for seq in r.sequences)
@@ -159,7 +159,7 @@ def test_token_counts_agree_with_the_requests(seed, mode, lookahead, beams):
         assert sum(len(o.first_token_waits) for o in outputs) == len(requests)
         first_tokens = sum(1 for o in outputs for gap in o.token_gaps if gap != gap)
         assert first_tokens == sum(len(r.sequences) for r in requests)
-    # What is computed for the first time is no more than the prompts, and all of them but what the cache held.
+    # Prompt tokens are either cached or computed for the first time; without preemptions this holds for all of them.
     num_prompt = sum(len(r.prompt_token_ids) for r in requests)
     num_new, num_cached = sum(o.num_prompt_tokens for o in outputs), sum(o.num_cached_tokens for o in outputs)
     assert num_cached == sum(r.metrics.num_cached_tokens for r in requests)

@@ -1,4 +1,4 @@
-"""Calls of one LLM that overlap: in one thread and in many, each gets its own outputs, as if it ran alone."""
+"""Overlapping calls of one LLM, in one thread or many: each gets its own outputs, as if it ran alone."""
 
 import ctypes
 import gc
@@ -41,7 +41,7 @@ def _nothing_stays(llm):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    """What each prompt gives by itself, sampled with its own seed."""
+    """The output of each prompt when it runs alone, sampled with its own seed."""
     return [bits(llm.generate(prompt, params(i), use_tqdm=False)[0]) for i, prompt in enumerate(PROMPTS)]
 
 
@@ -50,7 +50,7 @@ def params(i, max_tokens=20):
 
 
 def bits(*outputs):
-    """Tokens, text and log-probabilities of one request, out of all its outputs."""
+    """Return the tokens, text and log-probabilities of one request, from all its outputs."""
     parts = [output.outputs[0] for output in outputs]
     assert len({output.request_id for output in outputs}) == 1
     assert [output.finished for output in outputs] == [False] * (len(parts) - 1) + [True]
@@ -87,7 +87,7 @@ def test_a_stream_that_is_read_late_loses_no_output(llm, alone):
     llm.generate(PROMPTS[:3], params(5, max_tokens=60), use_tqdm=False)
     before = llm.engine.num_steps
     assert bits(first, *stream) == alone[4]
-    assert llm.engine.num_steps == before  # all of it was in the mailbox
+    assert llm.engine.num_steps == before  # all of its outputs were queued already
 
 
 def test_calls_from_many_threads(llm, alone):
@@ -159,7 +159,7 @@ def test_a_dropped_stream_frees_its_blocks_and_affects_no_other(llm, alone):
 
 
 def test_a_stream_dropped_during_a_step_ends_after_the_step(llm, alone, monkeypatch):
-    """As the garbage collector may do it: the thread that closes the stream is within a step itself."""
+    """The thread that executes the step closes the stream, as the garbage collector may do."""
     dropped = llm.stream(PROMPTS[2], params(2, max_tokens=80))
     next(dropped)
     execute = llm.engine.runner.execute
@@ -237,7 +237,7 @@ def test_an_interrupted_wait_passes_the_lock_to_the_next_thread():
     for i, thread in enumerate(threads):
         thread.start()
         wait_for(i + 1)
-    # Arrives as soon as the thread wakes up, which is when its turn has come.
+    # The interrupt arrives as soon as the thread wakes up, when it is its turn.
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threads[1].ident), ctypes.py_object(KeyboardInterrupt))
     last = threading.Thread(target=wait_in_turn, args=("last",))
     last.start()

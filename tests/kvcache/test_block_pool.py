@@ -60,7 +60,7 @@ def test_the_pool_equals_a_brute_force_model(actions):
             taken = pool.take(count).tolist()
             assert len(set(taken)) == count
             for block in taken:
-                # Free ones first, whichever; then idle ones in their order.
+                # Free blocks first, in any order; then idle blocks in order of eviction.
                 if free:
                     free.remove(block)
                 else:

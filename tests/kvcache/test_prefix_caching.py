@@ -1,4 +1,4 @@
-"""What the cache finds, and what it must not find."""
+"""Which blocks the prefix cache finds, and which it must not find."""
 
 from treadle.kvcache import PrefixIndex
 from treadle.kvcache.prefix_index import ROOT, BlockKey
@@ -66,7 +66,7 @@ def test_tails_are_evicted_before_beginnings():
     prompt = list(range(25))
     engine.add("first", prompt, max_tokens=1)
     engine.run()
-    # Five blocks: one is the free one, one was never full, three evict the tail of `first`.
+    # Of the five blocks, one is free, one was never full, and three evict the tail of `first`.
     engine.add("other", [49] * 19, max_tokens=1)
     engine.run()
     engine.add("again", prompt, max_tokens=1)
@@ -82,7 +82,7 @@ def test_the_index_never_outgrows_the_pool():
         engine.run()
         engine.finished.clear()
         assert len(index) <= 10
-    assert index.version > 1_250  # far more blocks were indexed than there are
+    assert index.version > 1_250  # far more blocks were indexed than the pool holds
 
 
 def test_disabled_prefix_caching_finds_no_blocks():
@@ -95,7 +95,7 @@ def test_disabled_prefix_caching_finds_no_blocks():
 
 
 class CollidingKey(BlockKey):
-    """A key whose hash is that of every other."""
+    """A key with the same hash as every other key."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The load generator's figures, by hand and against numpy."""
+"""The load generator's figures, compared with figures computed by hand and with numpy."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -35,7 +35,7 @@ def test_the_summary_equals_figures_computed_by_hand():
     assert summary["failed"] == 1
     assert summary["failures"] == {"HTTP 503": {"full": 1}}
     assert summary["without_usage"] == 0
-    assert summary["seconds"] == 4.0  # from 1.0 to 5.0: what failed does not count
+    assert summary["seconds"] == 4.0  # from 1.0 to 5.0: failed requests do not count
     assert summary["output_tokens"] == 11
     assert summary["prompt_tokens"] == 40
     assert summary["cached_tokens"] == 16
@@ -48,7 +48,7 @@ def test_the_summary_equals_figures_computed_by_hand():
     assert summary["itl_ms"]["max"] == pytest.approx(300)
     assert summary["e2e_ms"]["max"] == pytest.approx(2500)
     assert summary["late_ms"]["max"] == pytest.approx(250)
-    assert summary["goodput_requests"] == 2  # the first and the last: 200 ms is over, so is 1000
+    assert summary["goodput_requests"] == 2  # the first and the last: 200 ms exceeds the bound, and so does 1000
     assert summary["goodput_per_s"] == 0.5
     table = render(summary)
     for text in ("4 of 5 requests", "goodput     0.50", "ttft ≤ 500 ms", "failed 1×: HTTP 503\n    1× full", "TPOT"):

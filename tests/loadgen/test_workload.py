@@ -71,7 +71,9 @@ def test_arrivals_at_a_rate_are_a_poisson_process():
     gaps = [b.at - a.at for a, b in pairwise(jobs)]
     assert jobs[0].at == 0.0
     assert statistics.mean(gaps) == pytest.approx(1 / 20, rel=0.1)
-    assert statistics.pstdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # of an exponential: its mean
+    assert statistics.pstdev(gaps) == pytest.approx(
+        1 / 20, rel=0.1
+    )  # the standard deviation of an exponential distribution is its mean
 
 
 def test_a_scaled_trace_keeps_its_arrival_pattern():

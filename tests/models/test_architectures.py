@@ -1,4 +1,4 @@
-"""Every supported architecture, tiny and with random weights, against transformers' own code."""
+"""Every supported architecture, as a tiny model with random weights, compared with transformers."""
 
 import json
 

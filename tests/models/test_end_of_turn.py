@@ -1,4 +1,4 @@
-"""Answers end: at every token that a model's files, its vocabulary or its template use to end a turn."""
+"""End tokens: every token that the model's files, its vocabulary or its chat template use to end a turn."""
 
 import pytest
 
@@ -22,7 +22,7 @@ TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }} <|{{ m.role }}_o
 
 
 def gguf_model(path, names, eos=None, template=PLAIN, control=True):
-    """A GGUF model whose tokens from 2 on are called `names`, control tokens or not."""
+    """Return a GGUF model whose tokens from id 2 on are `names`, as control tokens or ordinary tokens."""
     tokens = [*TOKENS[:2], *names, *TOKENS[2 + len(names) :]]
     kinds = [2, 3, *[3 if control else 1] * len(names), *[1] * (len(TOKENS) - 2 - len(names))]
     fields = gguf_fields() | {
@@ -90,7 +90,7 @@ def folder(path, *, config=None, generation=None, eos_token=None, names=CONTROL)
 @pytest.mark.parametrize(
     ("named", "ends"),
     [
-        ({"generation": 5, "eos_token": "e"}, {5, 8}),  # only tokenizer_config.json names the end of a turn
+        ({"generation": 5, "eos_token": "e"}, {5, 8}),  # only tokenizer_config.json gives the end of a turn
         ({"generation": [5, 6], "config": 7}, {5, 6, 7}),
         ({"config": [5]}, {5}),
         ({"eos_token": "e"}, {8}),

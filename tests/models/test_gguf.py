@@ -1,4 +1,4 @@
-"""The GGUF reader against the gguf package's own reader, and against broken files."""
+"""The GGUF reader, compared with the reader of the gguf package, and on broken files."""
 
 import gguf
 import numpy as np
@@ -70,7 +70,7 @@ def test_weight_names_equal_those_of_the_gguf_package(name):
     weights = find_gguf(name).weights
     for pattern in weights.names:
         weight = pattern.format(11)
-        if not pattern.endswith("_norm") or name == "qwen3":  # only Qwen3 has norms of queries and keys
+        if not pattern.endswith("_norm") or name == "qwen3":  # only Qwen3 normalizes queries and keys
             assert weights.name_of(f"{weight}.weight") == f"{theirs.get_name(weight)}.weight"
 
 

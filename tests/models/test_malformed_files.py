@@ -1,4 +1,4 @@
-"""Files that contradict themselves: each is refused with its name, the key, its value and what was expected."""
+"""Inconsistent model files: the error gives the file, the key, its value and the expected value."""
 
 import math
 import struct
@@ -141,7 +141,7 @@ def test_rope_divisors_of_the_wrong_size_are_refused(tmp_path):
 
 
 def test_a_sentencepiece_token_of_a_megabyte_is_refused(tmp_path):
-    """Its splits would be half a trillion characters."""
+    """All its splits together would have half a trillion characters."""
     tokens = [*TOKENS[:-1], "a" * 2**20]
     fields = gguf_fields() | {
         "tokenizer.ggml.model": (STRING, "llama"),
@@ -272,8 +272,8 @@ def torch_model(loaded, weights=None):
     )
 
 
-class Noted:
-    """Weights that note what is asked for."""
+class RecordingWeights:
+    """Weights that record the names and shapes requested from them."""
 
     def __init__(self, weights):
         self.weights = weights
@@ -288,11 +288,11 @@ class Noted:
 def test_the_checked_weights_are_those_that_backends_load(name, tmp_path):
     make_model(name, tmp_path)
     loaded = load_path(tmp_path)
-    noted = Noted(loaded.weights)
+    noted = RecordingWeights(loaded.weights)
     torch_model(loaded, noted)
     assert noted.asked == dict(weight_shapes(loaded.config))
     if RUNNABLE and why_not_native(loaded.config) is None:
-        noted = Noted(loaded.weights)
+        noted = RecordingWeights(loaded.weights)
         NativeModel(loaded.config, noted, library=native_library(), int8=False, max_model_len=64)
         assert noted.asked == dict(weight_shapes(loaded.config))
 

@@ -1,4 +1,4 @@
-"""Architectures that other packages bring: found, loaded and run, or refused by name."""
+"""Architectures from other packages are found, loaded and run, or refused with an error that names them."""
 
 import sys
 import textwrap
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Install packages with an entry point each: (module, its source, attribute, name of the entry)."""
+    """Install packages with one entry point each: (module, source, attribute, name of the entry point)."""
     site = tmp_path / "site-packages"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
@@ -47,12 +47,12 @@ def install(tmp_path, monkeypatch):
 
 
 def example():
-    """The example of docs/architecture.md: Phi-3, which keeps several projections in one tensor."""
+    """Return the example of docs/architecture.md: Phi-3, which stores several projections in one tensor."""
     return DOCS.read_text().split("```python\n# phi3.py\n")[1].split("```")[0]
 
 
 def make_phi3(folder):
-    """A tiny Phi-3 with random weights, as transformers writes it; returns transformers' own model of it."""
+    """Write a tiny Phi-3 with random weights; return transformers' model of it."""
     torch.manual_seed(11)
     config = transformers.Phi3Config(**SIZES, sliding_window=400)
     model = transformers.Phi3ForCausalLM(config).float().eval()
@@ -65,7 +65,7 @@ def make_phi3(folder):
 
 
 def save_as_llama(model, folder):
-    """The same weights as a Llama's."""
+    """Write the same weights as a Llama."""
     sizes = [SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["num_key_value_heads"]]
     head_dim = SIZES["hidden_size"] // SIZES["num_attention_heads"]
     state = {}

@@ -1,4 +1,4 @@
-"""Specs: what they refuse, and what the forward passes refuse of them."""
+"""Model specs: values that a spec refuses, and specs that a forward pass refuses."""
 
 from dataclasses import replace
 
@@ -93,7 +93,7 @@ def test_layers_supported_only_by_torch(layer, message):
 
 
 class RandomWeights:
-    """Numbers that depend on the name only; those of layer 1's MLP are given zeros up to the size asked for."""
+    """Random weights that depend on the name only. Those of layer 1's MLP are padded with zeros to the given shape."""
 
     def get(self, name, shape, dtype):
         own = tuple(min(n, 12) for n in shape) if ".1.mlp." in name else shape
@@ -104,7 +104,7 @@ class RandomWeights:
 
 
 def test_torch_computes_layers_of_different_sizes():
-    """A layer of a smaller intermediate size computes what a large one does whose other weights are zero."""
+    """A layer with a small intermediate size is equal to a larger one whose additional weights are zero."""
 
     def causal(layer, q, k, v):
         keys, values = k.view(len(k), 2, 8), v.view(len(v), 2, 8)

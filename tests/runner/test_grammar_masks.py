@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows, row by row."""
+"""The masks of allowed tokens for rows with a grammar."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def compiler(embedded_model):
 
 
 def test_a_new_sequence_in_a_row_does_not_inherit_an_error(compiler, embedded_model):
-    """Rows are filled again at once: the same grammar, with an output that obeys it."""
+    """The row is reused at once, with the same grammar and an output that obeys it."""
     params = SamplingParams(structured_outputs={"regex": "a*b"})
     grammar = compiler.compile(params.structured_outputs)
     table, masks = RowTable(1, 32, block_size=16), GrammarMasks(compiler.find, threads=1)

@@ -1,4 +1,4 @@
-"""Sampling against brute force over the vocabulary, one row at a time."""
+"""Sampling, compared with brute force over the vocabulary, one row at a time."""
 
 import math
 
@@ -73,7 +73,7 @@ def sample(sampler):
 
 
 def kept_by_brute_force(logits, params):
-    """Token ids that the filters keep, by sorting and adding up in plain Python."""
+    """Return the token ids that the filters keep, computed by sorting and summing in plain Python."""
     scaled = [x / params.temperature for x in logits.tolist()]
     top = max(scaled)
     weights = [math.exp(x - top) for x in scaled]
@@ -113,7 +113,7 @@ def test_filters_keep_what_brute_force_keeps(seed, top_k, top_p, min_p, temperat
 
 
 def test_filters_that_keep_more_tokens_than_the_candidates():
-    # A flat distribution over more tokens than the sampler looks at first.
+    # A flat distribution over more tokens than the sampler's candidates.
     logits = torch.linspace(0, 0.1, 5000)[None, :]
     many = filter_logits(logits, np.array([3000]), np.array([1.0]), np.array([0.0]))
     assert int((many > -torch.inf).sum()) == 3000
@@ -172,7 +172,7 @@ def test_penalties(sample):
     assert sample(logits, SamplingParams(**greedy), **seen)[0] == 5
     # 5 is in the prompt, 6 in the output: 3.0 / 1.6 and 2.9 / 1.6 are below 2.0.
     assert sample(logits, SamplingParams(repetition_penalty=1.6, **greedy), **seen)[0] == 7
-    # Presence and frequency look at the output only.
+    # Presence and frequency penalties count the output only.
     logits[0, 6] = 3.2
     assert sample(logits, SamplingParams(presence_penalty=0.1, **greedy), **seen)[0] == 6
     assert sample(logits, SamplingParams(presence_penalty=0.3, **greedy), **seen)[0] == 5
@@ -236,7 +236,7 @@ def test_logprobs_zero_still_reports_the_sampled_token(sample):
     temperature=st.sampled_from([0.3, 1.0]),
 )
 def test_native_draws_equal_those_of_torch(seed, vocab, spread, top_k, top_p, min_p, temperature):
-    """The same token for the same noise, but where the noise lies on the edge between two."""
+    """Equal noise gives equal tokens, unless the noise lies on the boundary between two tokens."""
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, spread, (1, vocab)).astype(np.float32))
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     table, rows = rows_for([params])
@@ -246,7 +246,7 @@ def test_native_draws_equal_those_of_torch(seed, vocab, spread, top_k, top_p, mi
     for noise in np.random.default_rng(seed + 1).random(8):
         (token,) = NativeSampling(native_library(), threads=1).draw(logits, place, table, rows, np.array([noise]))
         low, high = float(cumulative[token - 1]) if token else 0.0, float(cumulative[token])
-        # A float's rounding of a threshold may keep or drop one token more.
+        # Floating-point rounding of a threshold may keep or drop one more token.
         slack = 1e-5 + (float(kept[0].double().softmax(-1)[kept[0] > -torch.inf].min()) if len(kept[0]) > 1 else 0)
         assert low - slack <= noise <= high + slack
 
@@ -258,7 +258,7 @@ FILTERS = ("top_k", "top_p", "min_p")
 @given(seed=st.integers(0, 10_000), vocab=st.sampled_from([1, 16, 31, 300]), num_top=st.integers(0, 20))
 def test_native_logprobs_equal_those_of_torch(seed, vocab, num_top):
     rng = np.random.default_rng(seed)
-    # Few distinct values: ties are broken towards the lower id.
+    # With few distinct values there are ties, which are broken in favour of the lower id.
     values = torch.from_numpy(rng.integers(-20, 20, (3, vocab)).astype(np.float32) / 4)
     token_ids = rng.integers(0, vocab, 4).astype(np.int32)
     place = np.array([2, 0, 1, 0], dtype=np.int32)

@@ -1,6 +1,6 @@
-"""A dozen seeded runs on the toy runner that cover what the scheduler does, and a line of text for each step's plan.
+"""A dozen seeded runs on the toy runner that cover all features of the scheduler, and one line of text per plan.
 
-The lines are kept in `recorded/`: whoever changes the scheduler sees which plans change, and how.
+The lines are stored in `recorded/`, so that a change of the scheduler shows which plans change, and how.
 """
 
 import random
@@ -43,7 +43,7 @@ SCENARIOS = {
 
 
 def run(name):
-    """The scenario's plans, a line each."""
+    """Return the scenario's plans, one line each."""
     options = dict(SCENARIOS[name])
     groups, beams = options.pop("groups", 0.0), options.pop("beams", 0.0)
     adapters, beginnings = options.pop("adapters", 0.0), options.pop("beginnings", 0.2)
@@ -82,10 +82,10 @@ def run(name):
 
 
 def line_of(scheduler, plan):
-    """A plan in one line: who computes what from where, who lost its blocks and why, who waits, which blocks move.
+    """Describe a plan in one line: computed tokens, preemptions, waiting requests and block moves.
 
     `r3:10+4=1` computes 4 tokens from position 10 and samples one; `r3/2:17` decodes sequence 2 at position 17; `~6`
-    asks for candidates. The last number stands for the block tables of all that run.
+    asks for candidates. The last number is a checksum of the block tables of all running sequences.
     """
     batch, report = scheduler.batch, scheduler.report
     ran, decodes = [], []

@@ -1,4 +1,4 @@
-"""The shortcut over arrays gives exactly the plan of the general path."""
+"""The array operations of the scheduler give exactly the plans of a plain loop over requests."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,7 +19,7 @@ def decodes_one_by_one(self):
         rows_of.setdefault(seq.request, []).append(seq)
     for request, sequences in rows_of.items():
         if sequences[0].row is None:
-            continue  # preempted by a request before it
+            continue  # preempted for a request ahead of it
         num_blocks = self._num_blocks_needed(sequences)
         if num_blocks and self._make_room_for(request, num_blocks):
             self._draft.grow(request, sequences)
@@ -29,7 +29,7 @@ def decodes_one_by_one(self):
 
 
 class WithoutShortcuts:
-    """Within, blocks are taken request by request, and every refusal is worked out anew."""
+    """A context in which blocks are allocated request by request and refusals are never remembered."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch

@@ -1,4 +1,4 @@
-"""What a step costs, in Python calls: a number that no machine changes, so that cost cannot creep back."""
+"""The cost of a step in Python calls, which is the same on every machine."""
 
 import sys
 
@@ -20,14 +20,14 @@ BLOCK = 16
 
 
 class Fives:
-    """A runner that decodes token 5 for everybody; the steps counted here decode only."""
+    """A runner that samples token 5 for every sequence, for steps that only decode."""
 
     def execute(self, plan):
         return StepResult(np.full(len(plan.rows), 5, dtype=np.int32))
 
 
 def count_calls(function, *args) -> int:
-    """Python calls made by `function`, builtins included."""
+    """Return the number of Python calls made by `function`, builtins included."""
     count = 0
 
     def on_event(frame, event, arg):
@@ -53,7 +53,7 @@ def new_scheduler(num_seqs: int, num_blocks: int) -> Scheduler:
 
 
 def decoding(num_seqs: int, num_blocks: int, num_waiting: int = 0) -> Scheduler:
-    """A scheduler whose `num_seqs` sequences of 20 tokens have just been prefilled."""
+    """Return a scheduler with `num_seqs` sequences of 20 tokens that were just prefilled."""
     scheduler = new_scheduler(num_seqs, num_blocks)
     for i in range(num_seqs + num_waiting):
         scheduler.add(toy_request(str(i), [(7 * i + k) % 50 for k in range(20)], max_tokens=100))
@@ -72,7 +72,7 @@ def plan_into(plans: list, scheduler: Scheduler) -> None:
 
 
 def test_a_plain_decode_step_makes_the_same_number_of_calls_for_any_batch_size():
-    """Rows at a block edge and a queue that waits included."""
+    """This includes steps with rows at a block edge, and steps with waiting requests."""
     costs = []
     for num_seqs in (16, 256):
         scheduler = decoding(num_seqs, 20 * num_seqs, num_waiting=5)
@@ -83,10 +83,10 @@ def test_a_plain_decode_step_makes_the_same_number_of_calls_for_any_batch_size()
 
 @pytest.mark.parametrize("num_victims", [1, 4])
 def test_the_cost_of_preemptions_is_proportional_to_the_victims(num_victims):
-    """All rows are at a block edge; what is preempted pays, what only decodes or takes a block does not."""
+    """All rows are at a block edge. Preempted rows add to the cost; rows that decode or take a block do not."""
     costs, plans = [], []
     for num_seqs in (16, 256):
-        # Each holds two blocks and asks for a third at once. A victim asks no more and gives its two back.
+        # Each row holds two blocks and needs a third in the same step. A victim needs none and frees its two blocks.
         scheduler = decoding(num_seqs, 3 * num_seqs - 3 * num_victims)
         calm = count_calls(step, scheduler)
         while scheduler.batch.num_tokens[scheduler.batch.rows[0]] < 2 * BLOCK + 1:

@@ -1,4 +1,4 @@
-"""Nobody is preempted for nothing, and only as many as it takes."""
+"""Preemptions make enough room for the request that needs it, with as few victims as possible."""
 
 import hypothesis.strategies as st
 import pytest
@@ -23,7 +23,7 @@ def test_no_displacement_if_all_victims_free_too_few_seats():
     engine.add("four", [5, 6, 7], 5, n=4, priority=1)
     while "best" not in engine.finished:
         assert not engine.step().preempted
-    # With the seat of the best one, those of the others are enough.
+    # When "best" has freed its seat, the seats of the other requests are enough.
     assert {p.for_request_id for report in engine.reports for p in report.preempted} <= {"four"}
     engine.run()
     assert engine.outputs("four") == [toy_continuation([5, 6, 7], 5, index=i) for i in range(4)]
@@ -56,16 +56,16 @@ def test_displacement_preempts_as_few_requests_as_possible():
         engine.step()
     assert engine.scheduler.kv.num_available_blocks == 1
     engine.add("three blocks", list(range(12)), 3, priority=1)
-    # The last ones in rank, a block each.
+    # The last two in rank, which hold one block each.
     assert [p.request_id for p in engine.step().preempted] == ["low 3", "low 2"]
     engine.add("seven blocks", list(range(12, 38)), 3, priority=0)
-    # What the two low ones hold would not do, and with the wide one they need not fall.
+    # The blocks of the two low ones are not enough; those of the wide one are enough without them.
     assert [p.request_id for p in engine.step().preempted] == ["wide"]
     engine.run()
 
 
 def test_a_group_that_cannot_grow_is_preempted_without_other_victims():
-    """Its children need two blocks at once for copies of their shared tail; the one behind holds one."""
+    """Its children need two blocks at once for copies of their shared tail; the request behind holds only one."""
     engine = ToyEngine(num_blocks=5, block_size=B, max_model_len=20, max_num_seqs=6, admission_headroom=0)
     engine.add("first", [1] * 4, 12)
     engine.add("group", [2] * 5, 3, n=3)
@@ -88,7 +88,7 @@ ARRIVAL = st.tuples(
 
 
 class Growing:
-    """Watches every attempt to grow: who falls, and what is there afterwards."""
+    """Checks the victims of every attempt to make room for a decode, and the number of free blocks afterwards."""
 
     def __init__(self, monkeypatch):
         make_room_for = Decodes._make_room_for
@@ -102,7 +102,7 @@ class Growing:
             assert kv.num_available_blocks >= num_blocks or not has_room
             if has_room:
                 assert request.request_id not in victims
-                for victim in victims:  # without any one of them there would be too little
+                for victim in victims:  # without any one of them the room would be too small
                     assert kv.num_available_blocks - freed[victim] < num_blocks
             else:
                 assert set(victims) <= {request.request_id}
@@ -155,7 +155,7 @@ def test_preemptions_make_enough_room_with_no_redundant_victim(
         for p in report.preempted:
             if p.for_request_id in waited and p.for_request_id not in report.ignored:
                 request = waited[p.for_request_id]
-                # It starts now, or as soon as the policy lets prompts be computed.
+                # The request starts now, or as soon as the policy runs prompts.
                 later = {
                     WaitReason.NO_TOKEN_BUDGET,
                     WaitReason.PROMPT_EXCEEDS_BUDGET,
@@ -184,7 +184,7 @@ CANDIDATES = st.lists(st.frozensets(st.integers(0, 12), max_size=4), min_size=1,
 
 @given(candidates=CANDIDATES, needed=st.integers(1, 10))
 def test_fewest_selects_a_minimal_list_of_victims(candidates, needed):
-    """Each candidate frees what it alone holds, and what it shares if all that share it go."""
+    """A candidate frees the blocks that it alone holds; shared blocks are freed with their last holder."""
     named = list(enumerate(candidates))
 
     def suffices(chosen):
@@ -196,6 +196,6 @@ def test_fewest_selects_a_minimal_list_of_victims(candidates, needed):
     assert not chosen or suffices(chosen)
     for candidate in chosen:
         assert not suffices([other for other in chosen if other != candidate])
-    if chosen:  # nobody better falls than has to
+    if chosen:  # candidates earlier in the list are not sufficient
         last = max(number for number, _ in chosen)
         assert not suffices(named[:last])

@@ -1,4 +1,4 @@
-"""The kinds of fault that other engines had, one test each."""
+"""Faults found in other engines, one test each."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_endless_arrivals_under_phased_delay_decodes_by_a_bounded_number_of_step
     engine.step()
     gaps, gap = [], 0
     for i in range(400):
-        # Requests of one token free their seat at once, so that prompts never run out.
+        # Requests of one token free their seats at once, so that there is always a prompt to start.
         engine.add(f"new {i}", [i % 50] * 12, max_tokens=1)
         report = engine.step()
         if report.plan.num_decodes:
@@ -91,7 +91,7 @@ def test_every_request_ends_under_endless_arrivals(policy):
         engine.step()
         engine.step()
     last_admitted = [r.arrival_number for r in engine.finished.values()]
-    # First come, first served: nobody far behind ends before somebody far ahead.
+    # First come, first served: no request finishes far ahead of one that arrived much earlier.
     waiting = [r.arrival_number for r in engine.scheduler.unfinished_requests()]
     assert min(waiting) > max(last_admitted) - 40
     engine.run()
@@ -141,7 +141,7 @@ def test_requests_are_rarely_preempted_in_a_pool_for_three_of_24(policy, mode, h
     while engine.scheduler.num_unfinished_requests:
         report = engine.step()
         for p in report.preempted:
-            # Nobody is preempted before having run a step since its return.
+            # A request runs at least one step between two preemptions.
             assert ran_since.get(p.request_id), p
             ran_since[p.request_id] = False
         for s in engine.prefills(report):
@@ -233,7 +233,7 @@ def test_a_request_can_finish_in_its_prefill_step():
 
 
 def test_the_toy_runner_detects_a_lost_block():
-    """The tests above mean something only if a wrong block changes the tokens."""
+    """The tests above are only meaningful if a wrong block changes the tokens."""
     engine = ToyEngine(num_blocks=8, block_size=B, max_model_len=32)
     engine.add("a", list(range(10)), max_tokens=8)
     engine.step()

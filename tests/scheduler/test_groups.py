@@ -1,4 +1,4 @@
-"""Requests with several sequences: sharing, copy-on-write, swap, beams, and what happens to single children."""
+"""Requests with several sequences: sharing, copy-on-write, swap, beams, and children that end one by one."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_a_group_takes_all_its_seats_at_admission_and_frees_them_one_by_one():
 @pytest.mark.parametrize("policy", ["chunked", "three-phase", "prefill-first", "phased"])
 @pytest.mark.parametrize("host", [0, 40])
 def test_groups_in_a_small_pool_keep_their_outputs(mode, policy, host):
-    """Without swap space, groups are computed again: the prompt once, then each child's own output."""
+    """Without swap space, groups are recomputed: the prompt once, then each child's own output."""
     engine = ToyEngine(
         num_blocks=30, block_size=B, num_host_blocks=host, max_model_len=48, scheduler=policy, preemption_mode=mode,
         admission_headroom=0,
@@ -167,7 +167,7 @@ def test_drafts_are_verified_and_their_unused_blocks_freed():
         engine.step()
         steps += 1
         for seq in engine.scheduler.batch.running_sequences():
-            # What drafts took and did not fill is free again: no block beyond the known tokens.
+            # The unused blocks of rejected drafts are free again: no block beyond the known tokens is held.
             assert len(kv.block_table(seq)) <= kv.blocks_for(seq.num_tokens)
     assert engine.outputs("a") == children(PROMPT, 1, 40)
     assert engine.outputs("b") == children([*PROMPT, 1], 2, 40)
@@ -187,7 +187,7 @@ def test_drafts_count_as_tokens():
 
 @pytest.mark.parametrize("num_blocks", [4, 5, 9])
 def test_drafts_never_end_or_preempt_a_request_that_fits_without_them(num_blocks):
-    """The pool is full to the last block with what each request needs by itself."""
+    """Without drafts, the requests fill the pool to the last block."""
     engine = ToyEngine(
         num_blocks=num_blocks, block_size=B, num_lookahead_slots=5, max_num_batched_tokens=48, max_num_seqs=2,
         admission_headroom=0, enable_prefix_caching=False,
@@ -225,7 +225,7 @@ def test_a_failed_step_fails_its_requests_and_recomputes_swapped_ones(direction)
             ran = [s.request_id for s in report.details.ran]
             swapped = {p.request_id for p in report.preempted} | set(report.swapped_in)
             failed = set(ran) - swapped
-            # The runner may have done a part of the step: the blocks that it was to move hold anything.
+            # The runner may have executed a part of the step, so the content of blocks that it was to move is undefined.
             for _, target in plan.moves.swap_in:
                 engine.runner.slots[target] = -1
             for _, target in plan.moves.swap_out:

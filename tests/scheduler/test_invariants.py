@@ -1,4 +1,4 @@
-"""The checker itself: each kind of damage is noticed."""
+"""The invariant checker detects each kind of violation."""
 
 import pytest
 

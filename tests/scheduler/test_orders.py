@@ -1,4 +1,4 @@
-"""Who goes first, who is displaced, who is passed over, and that nobody waits for ever."""
+"""Queue orders: rank, displacement, requests that are passed over, and ageing."""
 
 import sys
 from pathlib import Path
@@ -67,12 +67,12 @@ def test_fair_gives_no_credit_to_an_idle_tenant():
         engine.add(f"late {i}", [1, 2], 4, tenant="late")
     engine.run()
     starts = order_of_starts(engine)
-    # The newcomer takes turns from now on; it does not run all of its requests first.
+    # The late tenant takes turns from now on; it does not run all of its requests first.
     assert starts.index("early 5") < starts.index("late 5")
 
 
 def test_fair_charges_requests_without_max_tokens_for_the_longest_output():
-    """One tenant names max_tokens, the other one takes as much as the model's length allows."""
+    """One tenant gives max_tokens; the output of the other tenant is limited by the model length only."""
     engine = ToyEngine(order="fair", max_num_seqs=1, max_model_len=112, age_limit_s=None)
     for i in range(4):
         engine.add(f"open {i}", [1, 2], None, tenant="open")
@@ -80,12 +80,12 @@ def test_fair_charges_requests_without_max_tokens_for_the_longest_output():
     engine.run()
     starts = order_of_starts(engine)
     assert starts[:2] == ["open 0", "bound 0"]
-    # 112 tokens on one side are five requests of 22 on the other.
+    # One request of 112 tokens weighs as much as five requests of 22 tokens.
     assert starts.index("open 1") > starts.index("bound 3")
 
 
 def test_fair_refunds_unused_tokens():
-    """Those without a limit end early; their tenant has its turn as often as the other one."""
+    """Requests without a limit end early, and their tenant gets as many turns as the other one."""
     stop_ids = range(25)  # every second token
     engine = ToyEngine(order="fair", max_num_seqs=1, max_model_len=112, age_limit_s=None)
     for i in range(6):
@@ -141,7 +141,7 @@ def test_cache_aware_recomputes_keys_when_the_cache_has_changed():
 
 
 def test_least_slack_accounts_for_the_remaining_work():
-    """The later deadline is the more pressing one, once it is known how long a step takes."""
+    """The request with the later deadline has less slack, given the measured duration of a step."""
     engine = ToyEngine(order="least-slack", max_num_seqs=1, num_blocks=200, max_num_batched_tokens=10)
     for i in range(3):
         engine.add(f"warm-up {i}", [i], 20)
@@ -186,7 +186,7 @@ def test_equal_priorities_never_displace_each_other(policy):
         engine.add(f"r{i}", [i] * 9, 8, priority=3)
         engine.step()
     engine.run()
-    # Whoever fell gave way to somebody before it, in a decode; nobody to somebody who waited.
+    # Requests are only preempted for the decode of a request ahead of them, never for a waiting request.
     for report in engine.reports:
         assert all(int(p.request_id[1:]) >= int(p.for_request_id[1:]) for p in report.preempted)
 
@@ -203,7 +203,7 @@ def test_only_the_priority_order_displaces():
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_request_starves_under_endless_arrivals(policy, order):
-    """The victim is the one that its order likes least; the age limit bounds its waiting."""
+    """The victim is last in every order; the age limit bounds its waiting time."""
     engine = ToyEngine(
         num_blocks=24, block_size=B, max_model_len=60, max_num_seqs=3, scheduler=policy, order=order, age_limit_s=30.0,
         num_host_blocks=20,
@@ -219,7 +219,7 @@ def test_no_request_starves_under_endless_arrivals(policy, order):
         engine.step()
     metrics = engine.finished["victim"].metrics
     assert engine.outputs("victim") == [toy_continuation(range(40), 12)]
-    # Once old, it goes next; what runs before it ends within the longest output and a few steps.
+    # An aged request goes next, and the running requests end within the longest output and a few steps.
     assert metrics.first_scheduled_time <= 30.0 + 60.0
     assert metrics.num_preemptions <= 3
 
@@ -231,7 +231,7 @@ def test_the_number_of_preemptions_of_a_request_is_bounded(policy):
         engine.add(f"r{i}", [i] * (3 + i % 11), 20)
         engine.step()
     engine.run()
-    # A request that fell n times comes back only to 2^n times the room.
+    # A request that was preempted n times needs 2^n times the headroom to be admitted again.
     assert max(r.metrics.num_preemptions for r in engine.finished.values()) <= 5
 
 
@@ -327,7 +327,7 @@ def example_of_the_docs(name):
 
 
 def test_a_policy_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
-    """The example of docs/scheduler.md, installed as a package with an entry point."""
+    """This installs the example of docs/scheduler.md as a package with an entry point."""
     (tmp_path / "least_served.py").write_text(example_of_the_docs("least_served.py"))
     info = tmp_path / "least_served-1.0.dist-info"
     info.mkdir()

@@ -1,4 +1,4 @@
-"""Policies of whoever: checked in full when loaded, harmless when they fail, and tested like the built-in ones."""
+"""Third-party policies: checked when loaded, harmless when they fail, and tested like the built-in ones."""
 
 import logging
 import math
@@ -24,8 +24,8 @@ def test_builtin_policies_pass_check_policy(policy):
     check_policy(policy, num_traces=share(4, at_least=2))
 
 
-class AnyVerbs(PhasePolicy):
-    """The verbs in any order, any number of times; what is right only has to come last."""
+class RandomPhases(PhasePolicy):
+    """The phases in any order, any number of times; all phases if nothing was scheduled."""
 
     def __init__(self):
         self._rng = random.Random(0)
@@ -44,8 +44,8 @@ class AnyVerbs(PhasePolicy):
             step.swapped()
 
 
-class Backwards(PhasePolicy):
-    """Who is new first, who decodes last."""
+class ReversedPhases(PhasePolicy):
+    """Admissions first, decodes last."""
 
     def run(self, step):
         step.admissions()
@@ -54,8 +54,8 @@ class Backwards(PhasePolicy):
         step.decodes()
 
 
-class Whims(QueueOrder):
-    """Another order in every step, and displacement on top."""
+class ChangingOrder(QueueOrder):
+    """A different order in every step, with displacement."""
 
     displaces = True
     changes_while_waiting = True
@@ -72,7 +72,7 @@ class Whims(QueueOrder):
 
 
 class Shuffled(VictimPolicy):
-    """Anybody may be first."""
+    """Victims in random order."""
 
     def __init__(self):
         self._rng = random.Random(1)
@@ -81,13 +81,13 @@ class Shuffled(VictimPolicy):
         return self._rng.sample(list(candidates), len(list(candidates)))
 
 
-@pytest.mark.parametrize("policy", [AnyVerbs, Backwards, Whims, Shuffled])
+@pytest.mark.parametrize("policy", [RandomPhases, ReversedPhases, ChangingOrder, Shuffled])
 def test_arbitrary_policies_lose_no_requests(policy):
     check_policy(policy, num_traces=share(8, at_least=4))
 
 
 class Lazy(QueueOrder):
-    """Says nothing."""
+    """An order without a key."""
 
 
 class NoHooks:
@@ -117,7 +117,7 @@ class PlainFromConfig(PhasePolicy):
         step.decodes()
 
 
-class FailsAtTheStart(VictimPolicy):
+class FailsInFromConfig(VictimPolicy):
     @classmethod
     def from_config(cls, config):
         raise RuntimeError("no luck")
@@ -134,7 +134,11 @@ class FailsAtTheStart(VictimPolicy):
         ("order", TwoArguments, r"order: 'TwoArguments': key\(\) must take 1 argument.s. besides self .*now"),
         ("order", WrongFlag, "order: 'WrongFlag': displaces must be True or False, got 'yes'"),
         ("scheduler", PlainFromConfig, r"scheduler: 'PlainFromConfig': from_config\(\) must be a classmethod"),
-        ("victim_policy", FailsAtTheStart, r"'FailsAtTheStart' failed in from_config\(\): RuntimeError\('no luck'\)"),
+        (
+            "victim_policy",
+            FailsInFromConfig,
+            r"'FailsInFromConfig' failed in from_config\(\): RuntimeError\('no luck'\)",
+        ),
         (
             "victim_policy",
             Shuffled(),
@@ -169,7 +173,7 @@ def test_needs_whole_prompts_raises_the_required_token_budget():
 
 
 def failing(base, method, after, how):
-    """A policy of `base`'s kind whose `method` fails at its call number `after`."""
+    """Return a subclass of `base` whose `method` fails after `after` calls."""
     calls = 0
 
     def fails(self, *args):
@@ -202,23 +206,29 @@ FAILURES = {
     "tokens raises": ("order", ORDERS, "priority", "tokens", raises),
     "run raises": ("scheduler", PHASES, "chunked", "run", raises),
     "run raises halfway": ("scheduler", PHASES, "chunked", "run", raises_halfway),
-    "run misuses a verb": ("scheduler", PHASES, "chunked", "run", lambda self, step: step.admissions("whole")),
+    "run passes a wrong argument": (
+        "scheduler",
+        PHASES,
+        "chunked",
+        "run",
+        lambda self, step: step.admissions("whole"),
+    ),
     "run does nothing": ("scheduler", PHASES, "chunked", "run", lambda self, step: None),
     "order raises": ("victim_policy", VICTIMS, "least-computed", "order", raises),
     "order repeats": ("victim_policy", VICTIMS, "least-computed", "order", lambda self, c: [c[0]] * 9),
-    "order is no list": ("victim_policy", VICTIMS, "least-computed", "order", lambda self, candidates: 3),
+    "order is not iterable": ("victim_policy", VICTIMS, "least-computed", "order", lambda self, candidates: 3),
 }
 
 
 @pytest.mark.parametrize(
     ("failure", "after"),
-    # No trace asks for victims more than five times.
+    # No trace needs victims more than five times.
     [(failure, after) for failure in FAILURES for after in (0, 5) if after == 0 or FAILURES[failure][3] != "order"],
 )
 def test_a_failing_policy_is_logged_once_and_replaced(failure, after, caplog):
     setting, kind, name, method, how = FAILURES[failure]
     num_replaced = 0
-    for seed in (5, 6, 7):  # victims are asked for in the first two
+    for seed in (5, 6, 7):  # the first two traces need victims
         caplog.clear()
         policy = failing(kind.builtin[name], method, after, how)
         with caplog.at_level(logging.ERROR, logger="treadle"):
@@ -247,7 +257,7 @@ def test_errors_of_the_scheduler_are_not_attributed_to_the_policy(monkeypatch, c
         raise EngineError("a bug")
 
     monkeypatch.setattr(Phases, "decodes", decodes)
-    engine = ToyEngine(scheduler=Backwards)
+    engine = ToyEngine(scheduler=ReversedPhases)
     engine.add("a", [1])
     with pytest.raises(EngineError, match="a bug"):
         engine.step()
@@ -257,7 +267,7 @@ def test_errors_of_the_scheduler_are_not_attributed_to_the_policy(monkeypatch, c
 def test_request_views_are_read_only():
     seen = []
 
-    class Curious(QueueOrder):
+    class Modifying(QueueOrder):
         def key(self, request):
             with pytest.raises(AttributeError):
                 request.priority = 5
@@ -267,14 +277,14 @@ def test_request_views_are_read_only():
         def admitted(self, request):
             assert request is seen[0]
 
-    engine = ToyEngine(order=Curious)
+    engine = ToyEngine(order=Modifying)
     engine.add("a", [1, 2, 3], 4, priority=2)
     engine.run()
     assert (seen[0].priority, seen[0].num_prompt_tokens, seen[0].num_output_tokens) == (2, 3, 4)
 
 
 class Bookkeeper(QueueOrder):
-    """Counts in hooks what happens to requests."""
+    """Records the hook calls of each request."""
 
     books: dict
 

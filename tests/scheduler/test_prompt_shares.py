@@ -1,4 +1,4 @@
-"""Prompts share a step's tokens: by rank, and no long one takes all that others could use."""
+"""Prompts share the tokens of a step by rank, and a long prompt leaves some of them to the others."""
 
 import hypothesis.strategies as st
 import pytest
@@ -35,13 +35,13 @@ def test_a_prompt_of_250_chunks_does_not_delay_twenty_short_ones(policy):
     engine.step()
     for i in range(20):
         engine.add(f"short {i}", [i] * 8, 3)
-    # 160 tokens, half of each step that is for prompts.
+    # 160 tokens, which get half of the prompt tokens of each step.
     for _ in range(12):
         engine.step()
     started = {s.request_id for s in engine.prefills()}
     assert started == {"long", *(f"short {i}" for i in range(20))}
     assert all(prompt_tokens(r, "long") >= 8 for r in engine.reports if r.plan.num_prefills)
-    # Alone again, it has the whole step.
+    # The long prompt, alone again, gets the whole step.
     while len(engine.finished) < 20:
         engine.step()
     while "long" not in engine.finished:
@@ -70,7 +70,7 @@ def test_the_threshold_limits_the_share_of_a_long_prompt():
         engine.add(f"short {i}", [i] * 4, 2)
     report = engine.step()
     assert [prompt_tokens(report, f"short {i}") for i in range(4)] == [4] * 4
-    # Of what is left the first long one takes all it can.
+    # The first long prompt takes the rest of the budget.
     assert prompt_tokens(report, "long") == 16
     with pytest.raises(ConfigError, match="long_prefill_token_threshold: must be at least 0, got -1"):
         ToyEngine(long_prefill_token_threshold=-1)
@@ -107,14 +107,14 @@ def test_a_better_prompt_is_computed_before_the_rest_of_a_worse_one(order):
     engine.add("better", [2] * 60, 2, priority=1, deadline=50.0)
     while engine.scheduler.find("better"):
         report = engine.step()
-        # Half of the step is for those behind a long prompt, as long as it is long.
+        # Half of the step goes to the prompts behind a long prompt, as long as it is long.
         left = 60 - sum(prompt_tokens(p, "better") for p in engine.reports)
         assert prompt_tokens(report, "better") >= 8 or left <= 0
     engine.run()
 
 
 def test_a_partly_computed_prompt_ages():
-    """Better ones come without end; the age limit lets the worst one through, though it has a seat."""
+    """Better requests arrive without end; the age limit lets the worst one continue, which has a seat already."""
     engine = ToyEngine(
         num_blocks=300, max_num_batched_tokens=8, max_model_len=200, order="priority", age_limit_s=30.0
     )
@@ -130,7 +130,7 @@ def test_a_partly_computed_prompt_ages():
 
 
 def test_ageing_does_not_change_the_order_of_fcfs():
-    """Who fell has run since, and is still before all that came later, however long they have waited."""
+    """A preempted request stays ahead of all later arrivals, even of those that have waited longer since it ran."""
     engine = ToyEngine(
         num_blocks=8, block_size=B, max_model_len=32, max_num_seqs=2, admission_headroom=0, age_limit_s=5.0
     )
@@ -189,8 +189,8 @@ def test_prompts_are_scheduled_by_rank_and_long_ones_take_at_most_their_share(
             if is_long(seq, seq.num_computed_tokens):
                 continue
             if policy == "phased" and seq in hungry:
-                continue  # it may have to be the first one, because it has to be cut
-            # It did not get a token, so every token went to better ones, but for the half that a long one may take.
+                continue  # a prompt that has to be cut may have to be the first of the step
+            # It got no token, so every token went to better requests.
             better = sum(s.count for other, s in prompts if other.request.rank < seq.request.rank)
             worse = [(other, s) for other, s in prompts if other.request.rank > seq.request.rank]
             assert not worse

@@ -1,4 +1,4 @@
-"""One rank order across the queues: who waits, who is swapped, whose prompt is partly computed."""
+"""One rank order across the queues: waiting requests, swapped requests and partly computed prompts."""
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +16,7 @@ ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline"]
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_swapped_request_waits_for_a_better_waiting_request(policy):
-    """The best one holds a seat that the next one needs; the worst one would find room meanwhile, and fall again."""
+    """The waiting request needs a seat of the best one; the swapped one would fit now, but be preempted again."""
     engine = ToyEngine(
         num_blocks=9, block_size=B, num_host_blocks=40, order="priority", preemption_mode="swap", max_model_len=36,
         scheduler=policy, max_num_seqs=3, admission_headroom=0,

@@ -1,6 +1,6 @@
-"""Plans are what they were: every step of the scenarios against the recordings.
+"""The plans of all scenarios equal the recorded ones.
 
-A change of the scheduler that is meant to change plans writes them anew, and its diff shows which:
+If a change is meant to change plans, write the recordings again; their diff shows which plans have changed:
 
     python tests/scheduler/test_recorded_plans.py
 """

@@ -1,4 +1,4 @@
-"""Random traces on the toy runner with everything at once: every invariant after every step, and the right tokens."""
+"""Random traces on the toy runner with all features: invariants hold after every step, and the tokens are right."""
 
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +12,7 @@ MAX_MODEL_LEN = 60
 POLICIES = ["chunked", "three-phase", "prefill-first", "phased"]
 ORDERS = ["fcfs", "priority", "shortest-first", "fair", "deadline", "least-slack", "cache-aware"]
 
-# Few distinct tokens at the front, so that prefixes are often shared.
+# Few distinct tokens at the beginning, so that prefixes are often shared.
 PROMPTS = st.one_of(
     st.lists(st.integers(0, 1), min_size=1, max_size=30),
     st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=45),
@@ -20,7 +20,7 @@ PROMPTS = st.one_of(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """add, step and abort in any order, with and without drafts, on pools from roomy to barely enough for one."""
+    """add, step and abort in any order, with and without drafts, in pools from large to just enough for one request."""
 
     @initialize(
         policy=st.sampled_from(POLICIES),
@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check(self, request, expected):
         outputs = [seq.output_token_ids for seq in request.sequences]
         if request.error is not None:
-            # Several sequences may need more than the whole pool; one never does.
+            # Several sequences may need more than the whole pool; a single one never does.
             assert request.sampling_params.n > 1
             assert "sequences need more than" in request.error
         elif request.request_id not in self.gone:

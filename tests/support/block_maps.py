@@ -1,4 +1,4 @@
-"""Applies told changes of blocks, and looks at every table for comparison."""
+"""Applies recorded block changes, and computes the same map from all block tables for comparison."""
 
 
 def spread(pairs):

@@ -1,6 +1,6 @@
-"""A runner in another process, which sees nothing of a request but the pickled plans.
+"""A runner in another process, which gets only the pickled plans.
 
-The parent starts `python -m support.child_runner` and talks to it through pipes, one pickle after the other.
+The parent starts `python -m support.child_runner` and exchanges pickles with it through pipes.
 """
 
 import pickle
@@ -13,9 +13,9 @@ class Child:
     """A process that loads a model once and runs plans on it.
 
     Args:
-        model: its folder or file.
-        build: of the native kernels.
-        int8: whether weights are int8; else bfloat16.
+        model: folder or file of the model.
+        build: build of the native kernels.
+        int8: whether the weights are int8 or bfloat16.
     """
 
     def __init__(self, model, build, int8):
@@ -28,7 +28,7 @@ class Child:
         self.ask((str(model), build, int8))
 
     def runner(self, **shape):
-        """A runner that has seen no plan."""
+        """Return a new runner, which has received no plan yet."""
         self.ask(shape)
         return ChildRunner(self)
 

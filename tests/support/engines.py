@@ -1,4 +1,4 @@
-"""Builds engines around loaded weights, so that many schedules need only one load."""
+"""Builds engines around loaded weights, so that tests of many schedules load a model only once."""
 
 import torch
 
@@ -17,13 +17,13 @@ from treadle.text.output_processor import OutputProcessor
 
 
 class TestEngine:
-    """An engine on given weights, that checks its invariants in every step.
+    """An engine on given weights that checks its invariants in every step.
 
     Args:
-        loaded, model: what computes.
-        runner: wraps the runner.
+        loaded, model: the model's files and its forward pass.
+        runner: function that wraps the runner.
         child: another process that runs the steps, see child_runner.
-        find_grammar: the compiled grammar of a text, instead of a compiler of the runner's own.
+        find_grammar: function that returns the compiled grammar of a text; by default the runner compiles it.
     """
 
     __test__ = False
@@ -92,7 +92,7 @@ class TestEngine:
         return request
 
     def run(self, on_step=lambda step: None):
-        """Step until all is done: name → RequestOutput, the last one of each."""
+        """Step until all requests have finished; return name → last RequestOutput."""
         results = {}
         step = 0
         while self.engine.has_unfinished_requests:
@@ -104,7 +104,7 @@ class TestEngine:
         return results
 
     def generate(self, prompts, params, on_step=lambda step: None):
-        """Token ids of each prompt's continuation."""
+        """Return the output token ids for each prompt."""
         for i, prompt in enumerate(prompts):
             self.add(str(i), list(prompt), params)
         results = self.run(on_step)
@@ -115,7 +115,7 @@ def make_runner(
     loaded, model, *, num_blocks, num_host_blocks, block_size, int8_kv, threads, max_num_seqs, max_model_len,
     find_grammar=None,
 ):  # fmt: skip
-    """A runner that has seen no plan; it compiles grammars for itself."""
+    """Return a new runner, which has received no plan yet; it compiles grammars itself."""
     grammars = GrammarCompiler(loaded.tokenizer, model.config.vocab_size, loaded.eos_token_ids)
     return ModelRunner(
         make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads),
@@ -126,11 +126,11 @@ def make_runner(
 
 
 def make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, threads):
-    """A backend whose unwritten KV is filled with NaN: what was never written must not matter."""
+    """Return a backend whose KV memory is filled with NaN, so that reading an unwritten slot changes outputs."""
     if isinstance(model, NativeModel):
         backend = CPUBackend(model, block_size=block_size, int8_kv=int8_kv, threads=threads)
         backend.allocate(num_blocks, num_host_blocks)
-        backend.pool.fill_(0xFF)  # NaN as bfloat16 and as float
+        backend.pool.fill_(0xFF)  # NaN both as bfloat16 and as float32
         return backend
     backend = TorchBackend(model, block_size=block_size, int8_kv=int8_kv)
     backend.allocate(num_blocks, num_host_blocks)
@@ -141,7 +141,7 @@ def make_backend(model, num_blocks, num_host_blocks, block_size, int8_kv, thread
 
 @torch.inference_mode()
 def logits_of(loaded, model, prompt):
-    """Logits at every position, by way of a paged prefill in chunks of 50."""
+    """Return the logits at every position, computed by a paged prefill in chunks of 50 tokens."""
     seen = []
 
     class Spy:

@@ -9,7 +9,7 @@ VOCAB = 32
 
 
 def _pair_neighbours(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows from halves (i, i + d/2) to neighbours (2i, 2i + 1), as llama.cpp stores queries and keys."""
+    """Reorder rows from halves (i, i + d/2) to neighbours (2i, 2i + 1), as llama.cpp stores queries and keys."""
     halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
@@ -20,13 +20,13 @@ def _halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _quantized(rng, shape, kind):
-    """Bytes of a random tensor of `kind`, and the values that they stand for."""
+    """Return the bytes of a random tensor of type `kind`, and the values that they encode."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     values = rng.normal(0.0, 0.06, shape).astype(np.float32)
     try:
         raw = gguf.quants.quantize(values, kind)
     except NotImplementedError:
-        # K-quants can only be read: random bytes, with scales small enough for weights.
+        # The gguf package cannot quantize to K-quants: use random bytes, with scales small enough for weights.
         raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block * size), dtype=np.uint8)
         blocks = raw.reshape(-1, size)
         scale = np.array([0.002], dtype=np.float16).view(np.uint8)
@@ -40,7 +40,7 @@ def _quantized(rng, shape, kind):
 
 
 def write_llama_gguf(path, kind, *, llama3_rope=False):
-    """Write a one-layer Llama whose matrices have type `kind`; returns transformers' model of it."""
+    """Write a one-layer Llama whose matrices have type `kind`; return transformers' model of it."""
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if llama3_rope:
         rope = {
@@ -81,7 +81,7 @@ def write_llama_gguf(path, kind, *, llama3_rope=False):
     for name, (gguf_name, shape, heads) in matrices.items():
         raw, values = _quantized(rng, shape, kind)
         writer.add_tensor(gguf_name, raw, raw_dtype=kind)
-        # The file holds neighbours; the model that it stands for works on halves.
+        # The file stores rows as neighbours; the transformers model uses halves.
         state[name] = torch.from_numpy(_halves(values, heads) if heads else values)
         if heads:
             assert np.array_equal(_pair_neighbours(state[name].numpy(), heads), values)

@@ -1,4 +1,4 @@
-"""The smallest valid model files, as data that a test can change before they are written."""
+"""Minimal valid model files, as data that a test can change before it writes them."""
 
 import json
 import struct
@@ -11,7 +11,7 @@ CONTROL = ["<unk>", "<s>", "</s>", "<|eot_id|>"]
 TOKENS = [*CONTROL, *"abcdefghijkl"]
 VOCAB = len(TOKENS)
 
-# GGUF's types of metadata, and of tensors.
+# GGUF's types of metadata values and of tensors.
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 F32, F16 = 0, 1
 
@@ -41,7 +41,7 @@ def weights():
 
 
 def gguf_fields():
-    """Metadata of a GGUF file: key → (type, value); an array's type is (ARRAY, type of its elements)."""
+    """Metadata of a GGUF file: key → (type, value). The type of an array is (ARRAY, type of its elements)."""
     return {
         "general.architecture": (STRING, "llama"),
         "general.alignment": (UINT32, 32),
@@ -65,7 +65,7 @@ def gguf_fields():
 
 
 def gguf_tensors():
-    """Tensors of a GGUF file, one after the other: (name, shape in torch's order, type, offset, bytes)."""
+    """Tensors of a GGUF file: [(name, shape in torch's order, type, offset, bytes)]."""
     tensors, offset = [], 0
     for name, (_, values) in weights().items():
         tensors.append((name, values.shape, F32, offset, values.tobytes()))
@@ -74,7 +74,7 @@ def gguf_tensors():
 
 
 def gguf_bytes(fields, tensors):
-    """A GGUF file of `gguf_fields` and `gguf_tensors`, whatever a test has made of them."""
+    """Write a GGUF file from `gguf_fields` and `gguf_tensors`, which a test may have changed."""
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
     for key, (kind, value) in fields.items():
         header += _string(key) + _field(kind, value)
@@ -85,7 +85,7 @@ def gguf_bytes(fields, tensors):
     data[: len(header)] = header
     start = len(data)
     for _, _, _, offset, raw in tensors:
-        if offset < 2**20:  # a test may claim more than it writes
+        if offset < 2**20:  # a test may declare a larger tensor than it writes
             data += bytes(max(0, start + offset + len(raw) - len(data)))
             data[start + offset : start + offset + len(raw)] = raw
     return bytes(data)
@@ -113,7 +113,7 @@ def _string(text):
 
 
 def huggingface_files():
-    """Content of a folder in Hugging Face's layout: file → object (JSON), text or bytes."""
+    """Content of a folder in Hugging Face layout: file → object (JSON), text or bytes."""
     return {
         "config.json": {
             "architectures": ["LlamaForCausalLM"],
@@ -163,7 +163,7 @@ def huggingface_files():
 
 
 def write_folder(folder, files):
-    """Write `huggingface_files`, whatever a test has made of them."""
+    """Write a folder from `huggingface_files`, which a test may have changed."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         if isinstance(content, bytes):

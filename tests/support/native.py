@@ -1,6 +1,6 @@
-"""The native kernels, for tests: every build that this machine runs.
+"""The native kernels for tests: every build that this machine supports.
 
-With TREADLE_TEST_SANITIZE=1 they are compiled with AddressSanitizer and UBSan (`make sanitize` sets all of it up).
+With TREADLE_TEST_SANITIZE=1 they are compiled with AddressSanitizer and UBSan (`make sanitize` sets everything up).
 """
 
 import ctypes
@@ -27,11 +27,11 @@ OPS = {
     "treadle_op_store_kv": [POINTER(KVCacheStruct), c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p],
     "treadle_op_attention": [POINTER(KVCacheStruct), c_void_p] + [c_int32] * 5 + [c_void_p, c_void_p],
 }
-"""The functions of ops.cpp, and their arguments."""
+"""The functions of ops.cpp and their argument types."""
 
 
 def native_library(build=None):
-    """The kernels of a build, the best one by default; the test is skipped where there is none."""
+    """Return the kernels of a build, by default the best one. Skips the test if the machine supports none."""
     build = build or best_build()
     if build is None:
         pytest.skip("this processor has no native kernels")
@@ -40,8 +40,8 @@ def native_library(build=None):
 
 @cache
 def native_ops(build):
-    """One operation of a build's kernels at a time: the functions of ops.cpp."""
-    native_library(build)  # brings torch's OpenMP library, whose threads all share
+    """Return the library of ops.cpp for a build, whose functions run one operation of the kernels each."""
+    native_library(build)  # loads torch's OpenMP library, so that all use the same threads
     dll = ctypes.CDLL(str(library_path(build, FLAGS, Path(__file__).with_name("ops.cpp"))))
     for name, arguments in OPS.items():
         getattr(dll, name).argtypes = arguments

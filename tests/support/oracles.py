@@ -1,4 +1,4 @@
-"""Comparing with another engine, where rounding may decide between two tokens that are equally good."""
+"""Comparisons with another engine, in which rounding may break a tie between two tokens either way."""
 
 import numpy as np
 import torch
@@ -6,19 +6,19 @@ import torch
 from treadle.runner.noise import uniform
 
 TIE = 2e-3
-"""Logits closer than this are a tie: the two engines' errors are within 1e-3 each."""
+"""Two logits closer than this count as a tie: the error of each engine is at most 1e-3."""
 
 
 @torch.inference_mode()
 def reference_logits(model, token_ids) -> torch.Tensor:
-    """Logits of another engine's model at every position: [len, V]."""
+    """Return the logits of the reference model at every position: [len, V]."""
     return model(torch.tensor([list(token_ids)])).logits[0].float()
 
 
 def assert_greedy(model, prompt, output, *, eos_ids=frozenset(), max_tokens=None):
-    """Every token of `output` is the most likely one after those before it, by `model`, or ties with it.
+    """Assert that every token of `output` is the most likely one for `model` after the tokens before it, or ties.
 
-    This is checked along `output` itself, so that after a tie either way is followed to its end.
+    The check follows `output` itself, so that it stays valid after a tie.
     """
     logits = reference_logits(model, [*prompt, *output])
     for i, token in enumerate(output):
@@ -31,17 +31,17 @@ def assert_greedy(model, prompt, output, *, eos_ids=frozenset(), max_tokens=None
 
 
 def assert_same_tokens(model, prompt, ours, theirs):
-    """Equal outputs; where they part, the two tokens tie by `model`."""
+    """Assert that the outputs are equal, or that the first two tokens that differ tie for `model`."""
     if ours == theirs:
         return
     at = next(i for i, (a, b) in enumerate(zip([*ours, None], [*theirs, None], strict=False)) if a != b)
     row = reference_logits(model, [*prompt, *ours[:at]])[-1]
     a, b = row[ours[at]], row[theirs[at]]
-    assert abs(float(a - b)) < TIE, f"they part at token {at}: {ours[at]} ({a}) and {theirs[at]} ({b})"
+    assert abs(float(a - b)) < TIE, f"they differ at token {at}: {ours[at]} ({a}) and {theirs[at]} ({b})"
 
 
 def assert_same_draws(model, prompt, ours, theirs, params, index):
-    """Equal outputs of seeded sampling; where they part, the noise lies on the edge between the two tokens."""
+    """Assert that seeded outputs are equal, or that the noise lies on the boundary of the first two that differ."""
     if ours == theirs:
         return
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)

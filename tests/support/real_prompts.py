@@ -55,7 +55,7 @@ TEXTS = [
 
 
 def prompts(tokenizer) -> list[list[int]]:
-    """The prompts as token ids; the shortest has 1 token, the longest 600."""
+    """Return the prompts as token ids; the shortest has 1 token, the longest 600."""
     ids = [tokenizer.encode(text) for text in TEXTS]
     ids[-1] = ids[-1][:600]
     return ids

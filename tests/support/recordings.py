@@ -8,7 +8,7 @@ from treadle.trace.recorder import StepRecorder
 
 
 def record_run(path):
-    """A seeded trace with groups, beams, adapters, swaps and preemptions, recorded."""
+    """Record a seeded trace with groups, beams, adapters, swaps and preemptions."""
     rng = random.Random(4)
     engine = ToyEngine(
         num_blocks=20, block_size=4, num_host_blocks=30, max_model_len=60, order="priority",

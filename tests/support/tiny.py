@@ -1,4 +1,4 @@
-"""Tiny models with random weights, written as transformers writes them: they show schedules and bits as well as large ones."""
+"""Tiny models with random weights, saved by transformers."""
 
 import random
 
@@ -59,7 +59,7 @@ def make_model(name, folder, scale=0.25, **save):
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     with torch.no_grad():
-        # Larger than the default initialization, so that every part matters; biases and norms too.
+        # Larger than the default initialization, biases and norms included, so that every part affects the output.
         for parameter in model.parameters():
             parameter.normal_(0.0, scale) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder, **save)
@@ -68,7 +68,7 @@ def make_model(name, folder, scale=0.25, **save):
 
 
 def make_prompts(lengths, seed=0):
-    """Prompts of random ids; every third begins as the first ones do."""
+    """Return prompts of random token ids; every third one shares its prefix with the first."""
     rng = random.Random(seed)
     beginning = [rng.randrange(3, VOCAB) for _ in range(max(lengths))]
     return [

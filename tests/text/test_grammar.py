@@ -1,4 +1,4 @@
-"""Grammars against brute force over the vocabulary."""
+"""Grammars, compared with brute force over the vocabulary."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,7 +21,7 @@ def compiler(embedded_model):
 
 @pytest.fixture(scope="module")
 def token_bytes(embedded_model):
-    """The bytes of every token, converted back from GPT-2's printable characters; None for special tokens."""
+    """Return the bytes of every token, converted from GPT-2's printable characters; None for special tokens."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     stands_for = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -41,7 +41,7 @@ def allowed(matcher, vocab_size):
 
 
 def brute_force(choices, text, token_bytes, eos_ids):
-    """Tokens after which some choice is still reachable; end-of-sequence where one is complete."""
+    """Return the tokens after which a choice is still reachable, and end-of-sequence if a choice is complete."""
     wanted = [choice.encode() for choice in choices]
     found = {
         i
@@ -61,7 +61,7 @@ def test_masks_equal_brute_force_at_every_token(compiler, token_bytes, embedded_
             mask, expected = allowed(matcher, len(token_bytes)), brute_force(CHOICES, text, token_bytes, eos)
             if len({choice.encode()[len(text) :][:1] for choice in CHOICES if choice.encode().startswith(text)}) > 1:
                 assert mask == expected
-            else:  # where the next byte is certain, only the token that the tokenizer would choose is left
+            else:  # if the next byte is certain, only the token that the tokenizer would choose is allowed
                 assert mask
                 assert mask <= expected
             if token is not None:
@@ -74,7 +74,7 @@ def test_masks_equal_brute_force_at_every_token(compiler, token_bytes, embedded_
 @examples(60)
 @given(jumps=st.lists(st.tuples(st.sampled_from(CHOICES), st.integers(0, 12)), max_size=8))
 def test_a_matcher_follows_its_sequence(compiler, embedded_model, jumps):
-    """Backward, forward, and to another output, as in a beam search."""
+    """It can move backward, forward, and to another output, as in a beam search."""
     grammar = compiler.compile(StructuredOutputsParams(choice=CHOICES))
     matcher = grammar.matcher()
     for text, length in jumps:

@@ -1,4 +1,4 @@
-"""Grammars that crash or stall what compiles them: each harms its own request only."""
+"""Grammars that crash or stall the compiler process affect only their own request."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def nested(depth):
 
 
 def first_mask(compiler):
-    """What a control request allows; not from the cache of the process's answers."""
+    """Return the tokens that a control request allows, compiled by the process and not taken from the cache."""
     grammar = compiler.compile(StructuredOutputsParams(regex="[a-z]+ [0-9]{3}"))
     return np.frombuffer(grammar.matcher().backend.compute_bitmask(), dtype=np.uint8).tolist()
 
@@ -82,7 +82,7 @@ def test_python_objects_that_are_nested_too_deeply_are_refused():
 
 
 def test_grammars_accepted_by_the_process_compile_in_the_engine(compiler, embedded_model):
-    """Chains of rules around the limit: those that the process accepts do not crash this one."""
+    """For chains of rules around the limit: those that the process accepts do not crash this process."""
     accepted = []
     for length in (1000, 2000, 2600, 3200, 3800):
         try:
@@ -131,7 +131,7 @@ def test_a_process_that_does_not_answer_is_replaced(compiler, monkeypatch):
 
 @pytest.mark.slow
 def test_a_grammar_that_takes_too_long_is_refused(compiler):
-    """GBNF is converted in Python, in quadratic time: half a minute for this one."""
+    """GBNF is converted in Python in quadratic time, which is half a minute for this grammar."""
     grammar = chain(4000, " ::=", "root")
     with pytest.raises(InvalidRequestError, match=f"more than {grammar_process.LIMITS.cpu_s} s of CPU time"):
         compiler.compile(StructuredOutputsParams(grammar=grammar))
@@ -139,7 +139,7 @@ def test_a_grammar_that_takes_too_long_is_refused(compiler):
 
 
 def test_known_grammars_do_not_wait_for_new_ones(compiler):
-    """The process stands still; what it has answered before is still known."""
+    """While the process is stopped, grammars that it compiled before are still available."""
     known = compiler.compile(StructuredOutputsParams(regex="a"))
     pid = compiler.process.process.pid
     os.kill(pid, signal.SIGSTOP)
@@ -178,14 +178,14 @@ input()
 def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:  # no such process; ESRCH while it goes
+    except OSError:  # no such process; ESRCH while the process exits
         return False
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize("how", ["end", "kill"])
 def test_the_process_ends_with_its_parent(tmp_path, how):
-    """A plain script, without a guard around its main part."""
+    """The parent is a plain script without an `if __name__ == "__main__"` guard."""
     (tmp_path / "script.py").write_text(SCRIPT)
     with subprocess.Popen(
         [sys.executable, "-W", "error", tmp_path / "script.py"],
@@ -193,7 +193,7 @@ def test_the_process_ends_with_its_parent(tmp_path, how):
     ) as parent:  # fmt: skip
         pid = int(parent.stdout.readline())
         assert is_alive(pid)
-        assert os.getpgid(pid) != os.getpgid(parent.pid)  # Ctrl-C in a terminal does not reach it
+        assert os.getpgid(pid) != os.getpgid(parent.pid)  # so that Ctrl-C in a terminal does not reach it
         if how == "kill":
             parent.kill()
             parent.communicate()

@@ -6,7 +6,7 @@ from treadle.text import StopStringMatcher
 
 
 def feed(pieces, stops, **options):
-    """The emitted pieces of text, and the stop string that was found."""
+    """Return the emitted pieces of text and the stop string that was found."""
     matcher = StopStringMatcher(stops, **options)
     shown = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The block map's changes, put together, against a plain look at every table in every step."""
+"""The accumulated changes of the block map, compared with all block tables in every step."""
 
 import random
 
@@ -13,7 +13,7 @@ from treadle.trace.block_map import BlockMap, runs
 
 
 class Watcher:
-    """Applies the changes of every step, and begins anew now and then from everything."""
+    """Applies the changes of every step, and compares the result with the block tables and with the full map."""
 
     def __init__(self, scheduler):
         self.scheduler = scheduler

@@ -1,4 +1,4 @@
-"""Recordings: what they hold, that they repeat to the byte, and what is told from them."""
+"""Recordings: their content, their byte-for-byte reproducibility, and the reports made from them."""
 
 import json
 import os
@@ -184,7 +184,7 @@ def test_requests_that_end_between_steps_are_recorded_with_the_next_step(tmp_pat
     scheduler.abort("b")
     ended = engine.collect()
     assert [request.request_id for request in ended] == ["b"]
-    for observer in engine.observers:  # as an engine does between two steps
+    for observer in engine.observers:  # as the engine does between two steps
         observer.on_step(None, None, ended)
     engine.run()
     recorder.close()
