@@ -192,8 +192,8 @@ class RequestLimits:
 
     def check(self, prompt_token_ids: Sequence[Any], sampling_params: SamplingParams) -> None:
         """Raise InvalidRequestError, naming field, value and limit, if the request cannot be served."""
-        check_token_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
         check_prompt_length(len(prompt_token_ids), self.max_model_len, self.max_model_len_reason)
+        check_token_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
         sampling_params.check_token_ids(self.vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(sampling_params, name)

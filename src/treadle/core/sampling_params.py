@@ -182,6 +182,8 @@ class SamplingParams:
 def check_token_ids(field_name: str, token_ids: Iterable[Any], vocab_size: int) -> None:
     """Raise InvalidRequestError unless every id is an integer in [0, vocab_size)."""
     for token_id in token_ids:
+        if type(token_id) is int and 0 <= token_id < vocab_size:  # a fortieth of the time that a protocol takes
+            continue
         if isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex):
             raise InvalidRequestError(field_name, f"token ids must be integers, got {_short(token_id)}")
         if not 0 <= operator.index(token_id) < vocab_size:

@@ -67,7 +67,8 @@ class Prompts:
         if self._prompt_budget is None:
             self._prompt_budget = self._draft.remaining_tokens
         if self._is_last_round or not self._is_long(seq.num_tokens_to_prefill - seq.num_computed_tokens, cut):
-            self._draft.add_prompt(seq, self._draft.remaining_tokens)
+            is_whole = cut is Cut.NEVER or (cut is Cut.ONLY_FIRST and not self._draft.is_empty)
+            self._draft.add_prompt(seq, self._draft.remaining_tokens, is_whole=is_whole)
             return
         if seq not in self._held_back:
             self._held_back.append(seq)

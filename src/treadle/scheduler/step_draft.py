@@ -23,6 +23,7 @@ class Part:
         start, count: position of the first token, and number of tokens.
         num_samples: number of tokens to sample: 0 if known tokens remain to be computed, several at a fork.
         num_candidates: number of most likely next tokens to report (beam search).
+        cost: tokens of the budget that it takes.
     """
 
     seq: Sequence
@@ -30,6 +31,14 @@ class Part:
     count: int
     num_samples: int
     num_candidates: int
+    cost: int
+
+
+SCORED_TOKEN_COST = 8
+"""Cost, in tokens of the budget, of a prompt token whose log-probabilities the request asks for (`prompt_logprobs`).
+
+Such a token needs a row of logits, as a sampled token does, and a ranking of the vocabulary.
+"""
 
 
 class StepDraft:
@@ -74,27 +83,38 @@ class StepDraft:
 
     # Prompts
 
-    def add_prompt(self, seq: Sequence, limit: int) -> None:
-        """Compute the next known tokens of a sequence, at most `limit`."""
+    def add_prompt(self, seq: Sequence, limit: int, *, is_whole: bool = False) -> None:
+        """Compute the next known tokens of a sequence.
+
+        Args:
+            seq: the sequence.
+            limit: maximum cost, in tokens of the budget.
+            is_whole: whether the known tokens must not be cut; the caller has made sure that they fit.
+        """
         request = seq.request
         params = request.sampling_params
         assert seq.row is not None
         start = seq.num_computed_tokens
         count = min(seq.num_tokens_to_prefill - start, limit)
+        cost = count
+        if params.prompt_logprobs is not None and start + 1 < seq.num_prompt_tokens:
+            if not is_whole:
+                count = min(count, max(1, limit // SCORED_TOKEN_COST))
+            cost = min(count * SCORED_TOKEN_COST, self.remaining_tokens)
         is_last = start + count == seq.num_tokens
         samples = candidates = 0
         if is_last and params.use_beam_search:
             candidates = self._num_candidates(seq)
         elif is_last:
             samples = 1 if request.is_forked else params.n
-        self.parts.append(Part(seq, start, count, samples, candidates))
-        self.remaining_tokens -= count
+        self.parts.append(Part(seq, start, count, samples, candidates, cost))
+        self.remaining_tokens -= cost
 
     def take_back(self, seq: Sequence) -> None:
         """Remove the sequence's chunk from the step, if there is one, so that a larger chunk can replace it."""
         for place, part in enumerate(self.parts):
             if part.seq is seq:
-                self.remaining_tokens += self.parts.pop(place).count
+                self.remaining_tokens += self.parts.pop(place).cost
                 return
 
     # Decodes

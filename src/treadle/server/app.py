@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -30,6 +31,12 @@ from treadle.server.service import ClientGone, ModelNotFound, Service
 logger = logging.getLogger("treadle")
 
 RETRY_AFTER_S = 1
+
+_SAFE_IN_HEADERS = "".join(map(chr, range(32, 127)))
+
+MAX_TOKENIZED_CHARS = 2**19
+MAX_DETOKENIZED = 2**17
+"""Limits of /tokenize and /detokenize, which know no length of a model."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
@@ -108,7 +115,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             streams = await call.start()
         except InvalidRequestError as error:
             raise request.with_its_field(error) from None
-        headers = {"x-request-id": call.id}
+        headers = {"x-request-id": quote(call.id, safe=_SAFE_IN_HEADERS)}
         if not request.stream:
             return JSONResponse(await call.answer(streams, http), headers=headers)
         return StreamingResponse(_tell_errors(call.stream(streams)), headers=headers, media_type="text/event-stream")
@@ -146,17 +153,27 @@ def _add_text(app: FastAPI, service: Service) -> None:
             assert request.messages is not None
             chat = ChatRequest(messages=request.messages, add_generation_prompt=request.add_generation_prompt)
             text, add_special_tokens = await render_chat(service, chat), False
-        ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        body: JSON = {"count": len(ids), "max_model_len": service.limits.max_model_len, "tokens": ids}
-        if request.return_token_strs:
-            body["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
-        return body
+        if len(text) > MAX_TOKENIZED_CHARS:
+            raise InvalidRequestError(
+                "prompt", f"must have at most {MAX_TOKENIZED_CHARS} characters, got {len(text)}"
+            )
+
+        def work() -> JSON:
+            ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            body: JSON = {"count": len(ids), "max_model_len": service.limits.max_model_len, "tokens": ids}
+            if request.return_token_strs:
+                body["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+            return body
+
+        return await asyncio.to_thread(work)
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> JSON:
         service.check_model(request.model)
+        if len(request.tokens) > MAX_DETOKENIZED:
+            raise InvalidRequestError("tokens", f"must have at most {MAX_DETOKENIZED} ids, got {len(request.tokens)}")
         check_token_ids("tokens", request.tokens, service.limits.vocab_size)
-        return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> JSON:

@@ -19,9 +19,13 @@ from treadle.text.template_process import process
 async def render_chat(service: Service, request: ChatRequest) -> RenderedChat:
     """The prompt that the model's chat template makes of the messages."""
 
+    messages = flatten_content(request.messages)
+    num_chars = sum(len(message["content"]) for message in messages if isinstance(message.get("content"), str))
+    service.check_length("messages", num_chars)
+
     def render() -> RenderedChat:
         return service.render_chat(
-            flatten_content(request.messages),
+            messages,
             add_generation_prompt=request.add_generation_prompt,
             variables=request.chat_template_kwargs,
         )

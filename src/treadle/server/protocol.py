@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from treadle.core.errors import InvalidRequestError
 from treadle.core.sampling_params import SamplingParams
 from treadle.core.structured_outputs import StructuredOutputsParams
-from treadle.text.input_processor import RequestOptions
+from treadle.text.input_processor import MAX_NAME_CHARS, RequestOptions
 
 logger = logging.getLogger("treadle")
 
@@ -45,9 +45,17 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_the_default(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or None not in data.values():
+        if not isinstance(data, dict):
             return data
         fields = cls.model_fields
+        if len(data) > len(fields) + MAX_UNKNOWN_FIELDS:
+            unknown = next(name for name in data if name not in fields)
+            raise InvalidRequestError(
+                unknown[:100],
+                f"is one of more than {MAX_UNKNOWN_FIELDS} unknown fields; no more than that are ignored",
+            )
+        if None not in data.values():
+            return data
         return {k: v for k, v in data.items() if v is not None or k not in fields or fields[k].is_required()}
 
 
@@ -149,10 +157,6 @@ class GenerationRequest(Body):
                 unknown.append(name)
             elif value not in self.unsupported[name]:
                 raise InvalidRequestError(name, "is not supported by this server")
-        if len(unknown) > MAX_UNKNOWN_FIELDS:
-            raise InvalidRequestError(
-                unknown[0][:100], f"is one of {len(unknown)} unknown fields; at most {MAX_UNKNOWN_FIELDS} are ignored"
-            )
         if unknown:
             # As repr: a name may hold line breaks.
             logger.info("unknown request fields were ignored: %s", ", ".join(repr(n[:100]) for n in unknown[:20]))
@@ -160,6 +164,8 @@ class GenerationRequest(Body):
 
     def options(self) -> RequestOptions:
         """The scheduling options of the request."""
+        if self.user is not None and len(self.user) > MAX_NAME_CHARS:
+            raise InvalidRequestError("user", f"must have at most {MAX_NAME_CHARS} characters, got {len(self.user)}")
         return RequestOptions(
             priority=self.priority, tenant=self.tenant or self.user or "", deadline_s=self.deadline_s
         )

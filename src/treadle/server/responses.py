@@ -10,6 +10,9 @@ from treadle.core.outputs import CompletionOutput, Logprob, PositionLogprobs, Re
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent; the same value as vLLM's."""
 
+MAX_MESSAGE_CHARS = 1000
+MAX_FIELD_CHARS = 200
+
 JSON = dict[str, Any]
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -42,8 +45,14 @@ def usage_of(outputs: Iterable[RequestOutput]) -> JSON:
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | int | None = None) -> JSON:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """OpenAI's error object; long messages and names, which quote a request, are cut."""
+    if param is not None:
+        param = _cut(param, MAX_FIELD_CHARS)
+    return {"error": {"message": _cut(message, MAX_MESSAGE_CHARS), "type": kind, "param": param, "code": code}}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + " …"
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs] | None, num_top: int) -> JSON | None:

@@ -19,6 +19,8 @@ from treadle.trace.state_record import describe_state
 MAX_PROMPTS = 1024
 """Maximum number of prompts in one HTTP request."""
 
+MAX_ID_CHARS = 200
+
 DISCONNECT_POLL_S = 0.2
 
 
@@ -44,6 +46,7 @@ class Service:
         chat_template: as text; None if the model has none.
         render_chat: makes a prompt of a conversation (`BuiltEngine.render_chat`).
         limits: what a request may ask for.
+        check_length: refuses a text by its number of characters.
         created: when the server started, seconds since 1970.
         is_stopping: whether it takes no requests any more.
     """
@@ -56,6 +59,7 @@ class Service:
         self.chat_template = None if built.chat_template is None else built.chat_template.source
         self.render_chat = built.render_chat
         self.limits = built.limits
+        self.check_length = built.input_processor.check_length
         self.created = int(time.time())
         self.is_stopping = False
 
@@ -75,8 +79,8 @@ class Service:
 
     def new_id(self, kind: str, wanted: str | None) -> str:
         """The id of a request: the client's own, or a new one."""
-        if wanted is not None and not 0 < len(wanted) <= 200:
-            raise InvalidRequestError("request_id", "must have 1 to 200 characters")
+        if wanted is not None and not (0 < len(wanted) <= MAX_ID_CHARS and wanted.isprintable()):
+            raise InvalidRequestError("request_id", f"must have 1 to {MAX_ID_CHARS} printable characters")
         return f"{kind}-{wanted or uuid.uuid4().hex}"
 
     async def start(

@@ -32,6 +32,9 @@ class TokensPrompt(TypedDict, total=False):
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 """What a caller may pass as one prompt."""
 
+MAX_NAME_CHARS = 512
+"""Limit on the name of a tenant, and on a cache salt."""
+
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
@@ -58,6 +61,10 @@ class RequestOptions:
             raise InvalidRequestError("priority", f"must be between -2**53 and 2**53, got {self.priority}")
         if not isinstance(self.tenant, str):
             raise InvalidRequestError("tenant", f"must be a string, got {self.tenant!r}")
+        if len(self.tenant) > MAX_NAME_CHARS:
+            raise InvalidRequestError(
+                "tenant", f"must have at most {MAX_NAME_CHARS} characters, got {len(self.tenant)}"
+            )
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise InvalidRequestError("deadline_s", f"must be greater than 0, got {self.deadline_s!r}")
         if self.lora_request is not None and not isinstance(self.lora_request, LoRARequest):
@@ -113,6 +120,9 @@ class InputProcessor:
             InvalidRequestError: a prompt or its parameters are invalid; it names the first such prompt.
         """
         parsed = [_parse(prompt) for prompt in prompts]
+        for i, prompt in enumerate(parsed):
+            if prompt.text is not None:
+                self.check_length("prompt" if len(parsed) == 1 else f"prompts[{i}]", len(prompt.text))
         texts = [prompt.text for prompt in parsed if prompt.text is not None]
         encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens))
         requests = []
@@ -127,6 +137,24 @@ class InputProcessor:
                     raise
                 raise InvalidRequestError(f"prompts[{i}]", str(error)) from error
         return requests
+
+    def check_length(self, field: str, num_chars: int) -> None:
+        """Refuse a text that is too long however it is tokenized: tokenizing 8 MiB takes seconds.
+
+        Args:
+            field: the field of the request that holds the text.
+            num_chars: its length.
+
+        Raises:
+            InvalidRequestError: it has more characters than the model's length can hold.
+        """
+        if num_chars > self._limits.max_model_len * self._tokenizer.max_token_chars:
+            raise InvalidRequestError(
+                field,
+                f"this model's maximum context length is {self._limits.max_model_len} tokens; a text of {num_chars} "
+                f"characters has more",
+                code="context_length_exceeded",
+            )
 
     def _make_request(
         self,
@@ -199,6 +227,10 @@ def _parse(prompt: Any) -> _ParsedPrompt:
         cache_salt = prompt.get("cache_salt")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidRequestError("cache_salt", f"must be a non-empty string, got {cache_salt!r}")
+        if cache_salt is not None and len(cache_salt) > MAX_NAME_CHARS:
+            raise InvalidRequestError(
+                "cache_salt", f"must have at most {MAX_NAME_CHARS} characters, got {len(cache_salt)}"
+            )
         if "prompt" in prompt:
             prompt = prompt["prompt"]
             if not isinstance(prompt, str):

@@ -1,6 +1,5 @@
 """Encodes texts in which some parts that spell control tokens are ordinary text."""
 
-import json
 import re
 from collections.abc import Sequence
 
@@ -23,8 +22,13 @@ class LiteralEncoder:
         self._special = {token.content: token for token in added if token.special and token.content}
         longest_first = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._first = _without_control_tokens(backend, is_first=True)
-        self._later = _without_control_tokens(backend, is_first=False)
+        self._first = self._later = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._first.encode_special_tokens = True
+        if '"prepend_scheme":"first"' in self._first.to_str():  # only the start of a text gets a space
+            self._later = tokenizers.Tokenizer.from_str(
+                self._first.to_str().replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
+            )
+            self._later.encode_special_tokens = True
 
     def encode(self, text: str, literals: Sequence[tuple[int, int]], add_special_tokens: bool) -> list[int]:
         """Token ids.
@@ -63,20 +67,3 @@ class LiteralEncoder:
     def _ordinary(self, text: str, is_first: bool) -> list[tokenizers.Encoding]:
         backend = self._first if is_first else self._later
         return [backend.encode(text, add_special_tokens=False)] if text else []
-
-
-def _without_control_tokens(backend: tokenizers.Tokenizer, *, is_first: bool) -> tokenizers.Tokenizer:
-    """A copy that takes control tokens for text.
-
-    Args:
-        backend: the tokenizer.
-        is_first: whether it encodes the start of a text, where some tokenizers add a space.
-    """
-    settings = json.loads(backend.to_str())
-    if not is_first and settings["pre_tokenizer"] is not None:
-        for part in settings["pre_tokenizer"].get("pretokenizers", [settings["pre_tokenizer"]]):
-            if part["type"] == "Metaspace" and part.get("prepend_scheme") == "first":
-                part["prepend_scheme"] = "never"
-    copy = tokenizers.Tokenizer.from_str(json.dumps(settings))
-    copy.encode_special_tokens = True
-    return copy

@@ -56,6 +56,11 @@ class Tokenizer:
         backend.no_padding()
         return cls(backend, bos_token=bos_token, eos_token=eos_token)
 
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Upper bound on the characters of text that one token stands for."""
+        return max(map(len, self.backend.get_vocab()), default=1)
+
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """The control tokens, as text."""
