@@ -43,7 +43,7 @@ def test_sentencepiece_merges_by_score_and_falls_back_to_bytes():
     ids = tokenizer.encode("the cat é字")
     assert [tokens[i] for i in ids] == ["<s>", "▁the", "▁cat", "▁", "<0xC3>", "<0xA9>", "字"]
     assert tokenizer.decode(ids) == "the cat é字"
-    assert tokenizer.byte_token_ids == frozenset(range(BYTES, BYTES + 256))
+    assert tokenizer.byte_values == {BYTES + i: i for i in range(256)}
 
 
 def test_bos_is_taken_from_the_file_or_else_from_the_tokenizer_kind():

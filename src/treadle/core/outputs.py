@@ -10,7 +10,8 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of the model's probability, before penalties and temperature.
         rank: 1 for the most likely token of the vocabulary at that position.
-        decoded_token: the token's text, None when the request does not detokenize.
+        decoded_token: the token's text: empty for a part of a character, the whole character for the token that
+            completes it. None when the request does not detokenize.
     """
 
     logprob: float

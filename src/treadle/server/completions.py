@@ -20,7 +20,7 @@ from treadle.server.responses import (
 )
 from treadle.server.service import Service
 from treadle.text.input_processor import as_prompt_list
-from treadle.text.tokenizer import Tokenizer
+from treadle.text.token_texts import TokenTexts
 
 
 class Completion(Call[CompletionRequest]):
@@ -44,7 +44,7 @@ class Completion(Call[CompletionRequest]):
                     "best_of", "cannot be streamed: the best sequences are known only at the end"
                 )
             self._num_generated = request.best_of
-        self._offsets: dict[int, int] = {}  # length of the text of each choice so far, when streaming
+        self._texts: dict[int, TokenTexts] = {}  # of each choice
         # An echo without output: the engine generates one token, which is not returned.
         self._tells_output = not (request.echo and request.max_tokens == 0)
 
@@ -95,31 +95,19 @@ class Completion(Call[CompletionRequest]):
         return body
 
     def _delta(self, index: int, completion: CompletionOutput) -> JSON:
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + len(completion.text)
-        logprobs = None
-        if self._request.logprobs is not None and completion.logprobs is not None:
-            logprobs = completion_logprobs(
-                completion.logprobs,
-                completion.token_ids,
-                self._request.logprobs,
-                self._tokenizer.token_text,
-                offset,
-            )
-        return {"text": completion.text, "logprobs": logprobs}
+        return {"text": completion.text, "logprobs": self._logprobs(index, completion)}
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JSON:
         request = self._request
         told = completion if self._tells_output else CompletionOutput(completion.index, "", [], 0.0, [], "length")
-        text, token_ids, positions = told.text, list(told.token_ids), list(told.logprobs or ())
+        prompt = ""
         if request.echo:
-            text = (output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)) + text
-            token_ids = output.prompt_token_ids + token_ids
-            positions = list(output.prompt_logprobs or ()) + positions  # type: ignore[assignment]
-        logprobs = None
-        if request.logprobs is not None:
-            logprobs = completion_logprobs(positions, token_ids, request.logprobs, self._tokenizer.token_text)
-        choice: JSON = {"index": index, "text": text, "logprobs": logprobs, **finish_fields(told)}
+            prompt = output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
+        logprobs = self._logprobs(index, told, len(prompt))
+        if logprobs is not None and request.echo:
+            of_prompt = self._prompt_logprobs(prompt, output)
+            logprobs = {name: of_prompt[name] + values for name, values in logprobs.items()}
+        choice: JSON = {"index": index, "text": prompt + told.text, "logprobs": logprobs, **finish_fields(told)}
         if request.return_token_ids:
             choice["token_ids"] = told.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids
@@ -127,9 +115,32 @@ class Completion(Call[CompletionRequest]):
             choice["prompt_logprobs"] = prompt_logprobs(output)
         return choice
 
-    @property
-    def _tokenizer(self) -> Tokenizer:
-        return self._service.tokenizer
+    def _logprobs(self, index: int, completion: CompletionOutput, offset: int = 0) -> JSON | None:
+        """The log-probabilities of the output of a choice, or of the next part of it."""
+        request = self._request
+        if request.logprobs is None or completion.logprobs is None:
+            return None
+        texts = self._texts.get(index)
+        if texts is None:
+            skips = request.skip_special_tokens
+            texts = self._texts[index] = TokenTexts(self._service.tokenizer, skip_special_tokens=skips)
+        return completion_logprobs(completion.logprobs, completion.token_ids, request.logprobs, texts, offset)
+
+    def _prompt_logprobs(self, prompt: str, output: RequestOutput) -> JSON:
+        """The log-probabilities of an echoed prompt."""
+        tokenizer, token_ids = self._service.tokenizer, output.prompt_token_ids
+        positions = output.prompt_logprobs or []
+        # A BOS token that the tokenizer has added precedes the client's text.
+        is_special = token_ids[0] in tokenizer.special_token_ids
+        num_added = int(is_special and not prompt.startswith(tokenizer.token_text(token_ids[0])))
+        added, rest = (
+            completion_logprobs(
+                positions[part], token_ids[part], self._request.logprobs or 0,
+                TokenTexts(tokenizer, skip_special_tokens=False),
+            )
+            for part in (slice(num_added), slice(num_added, None))
+        )  # fmt: skip
+        return {name: values + rest[name] for name, values in added.items()}
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self._service.tokenizer.decode(token_ids, skip_special_tokens=False)

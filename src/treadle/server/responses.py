@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from treadle.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from treadle.text.token_texts import TokenTexts
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent; the same value as vLLM's."""
@@ -55,16 +56,25 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[:most] + " …"
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs] | None, num_top: int) -> JSON | None:
-    """Log-probabilities in the chat format: {"content": [{token, logprob, bytes, top_logprobs}]}."""
-    if positions is None:
-        return None
+def chat_logprobs(positions: Sequence[PositionLogprobs], num_top: int, texts: TokenTexts) -> JSON:
+    """Log-probabilities in the chat format: {"content": [{token, logprob, bytes, top_logprobs}]}.
+
+    A token that ends within a character has bytes but no text, and the token that completes the character has the
+    text of all of it, so the bytes of all tokens join to the bytes of the answer.
+
+    Args:
+        positions: one per token.
+        num_top: number of top logprobs requested.
+        texts: follows the answer; takes the tokens.
+    """
     content = []
     for position in positions:
-        own = next(iter(position.values()))
-        top = [entry for entry in position.values() if entry.rank <= num_top]
-        top.sort(key=lambda entry: entry.rank)
-        content.append({**_chat_token(own), "top_logprobs": [_chat_token(entry) for entry in top[:num_top]]})
+        entries = [(token_id, _chat_token(entry, texts.bytes_of(token_id))) for token_id, entry in position.items()]
+        token_id, own = entries[0]
+        top = [(position[i].rank, token) for i, token in entries if position[i].rank <= num_top]
+        top.sort(key=lambda item: item[0])
+        content.append({**own, "top_logprobs": [token for _, token in top[:num_top]]})
+        texts.push(token_id)
     return {"content": content}
 
 
@@ -72,34 +82,37 @@ def completion_logprobs(
     positions: Sequence[PositionLogprobs | None],
     token_ids: Sequence[int],
     num_top: int,
-    token_text: Callable[[int], str],
+    texts: TokenTexts,
     offset: int = 0,
 ) -> JSON:
     """The completions format: parallel lists of tokens, their log-probabilities, the top ones, text offsets.
+
+    An offset is where the token's text begins in the text of the choice, in characters. The tokens of a stop string
+    have the offsets that they would have if the text included it.
 
     Args:
         positions: one per token; None for the first token of an echoed prompt.
         token_ids: the tokens.
         num_top: number of top logprobs requested.
-        token_text: maps a token id to its text.
-        offset: offset of the first token in the text.
+        texts: follows the text; takes the tokens.
+        offset: offset in the text of the choice at which the text that `texts` follows begins.
     """
     found: JSON = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token_id, position in zip(token_ids, positions, strict=True):
-        text, logprob, top = token_text(token_id), None, None
+        found["text_offset"].append(offset + texts.length)
+        found["tokens"].append(texts.push(token_id))
+        logprob: float | None = None
+        top: dict[str | None, float] | None = None
         if position is not None:
             own = position[token_id]
             logprob = _finite(own.logprob)
-            top = {
-                entry.decoded_token: _finite(entry.logprob)
-                for entry in position.values()
-                if entry.rank <= max(num_top, 1) or entry is own
-            }
-        found["tokens"].append(text)
+            top = {}
+            for entry in position.values():
+                # Several tokens may have the same text. The token itself comes first, then the most likely one.
+                if entry.rank <= max(num_top, 1) or entry is own:
+                    top.setdefault(entry.decoded_token, _finite(entry.logprob))
         found["token_logprobs"].append(logprob)
         found["top_logprobs"].append(top if num_top else None)
-        found["text_offset"].append(offset)
-        offset += len(text)
     return found
 
 
@@ -121,9 +134,8 @@ def prompt_logprobs(output: RequestOutput) -> list[JSON | None]:
     ]
 
 
-def _chat_token(entry: Logprob) -> JSON:
-    text = entry.decoded_token or ""
-    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode())}
+def _chat_token(entry: Logprob, data: bytes) -> JSON:
+    return {"token": entry.decoded_token or "", "logprob": _finite(entry.logprob), "bytes": list(data)}
 
 
 def _finite(logprob: float) -> float:

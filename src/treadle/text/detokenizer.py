@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
                 continue
             self._ids.append(token_id)
             # A run of byte tokens is decoded together: an invalid byte changes the text of the bytes before it.
-            if token_id in self._tokenizer.byte_token_ids:
+            if token_id in self._tokenizer.byte_values:
                 continue
             text = self._decode()
             if len(text) > len(self._context_text) and not text.endswith(REPLACEMENT):

@@ -10,6 +10,7 @@ from treadle.core.request import FinishReason, Request, Sequence
 from treadle.scheduler import StepOutputs, TokenLogprobs
 from treadle.text.detokenizer import IncrementalDetokenizer
 from treadle.text.stop_strings import StopStringMatcher
+from treadle.text.token_texts import TokenTexts
 from treadle.text.tokenizer import Tokenizer
 
 
@@ -73,8 +74,12 @@ class _RequestState:
         self._tokenizer = tokenizer
         self._completions: dict[int, _CompletionState] = {}
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._prompt_texts: TokenTexts | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
+            if params.detokenize:
+                self._prompt_texts = TokenTexts(tokenizer, skip_special_tokens=False)
+                self._prompt_texts.push(int(request.prompt_token_ids[0]))
 
     def completion(self, seq: Sequence) -> "_CompletionState":
         """The state of one of the request's sequences."""
@@ -87,11 +92,9 @@ class _RequestState:
     def take_prompt_logprobs(self, position: int, entries: Iterable[TokenLogprobs]) -> None:
         """Add log-probabilities of the prompt's tokens from `position` on; a recompute repeats some."""
         assert self._prompt_logprobs is not None
-        has_text = self._request.sampling_params.detokenize
         for i, entry in enumerate(entries, start=position):
             if i == len(self._prompt_logprobs):
-                tokenizer = self._tokenizer if has_text else None
-                self._prompt_logprobs.append(_position_logprobs(entry, tokenizer))
+                self._prompt_logprobs.append(_position_logprobs(entry, self._prompt_texts))
 
     def delta(self) -> RequestOutput:
         """The new part since the last output. A finished sequence contributes its final part."""
@@ -140,6 +143,9 @@ class _CompletionState:
         self._texts: list[str] = []
         self._logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
+        self._token_texts: TokenTexts | None = None
+        if self._logprobs is not None and params.detokenize:
+            self._token_texts = TokenTexts(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._detokenizer: IncrementalDetokenizer | None = None
         if params.detokenize and (stream or params.stop_strings):
             self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
@@ -160,8 +166,7 @@ class _CompletionState:
         self._num_tokens += 1
         self.new_token_ids.append(token_id)
         if self._logprobs is not None and logprobs is not None:
-            tokenizer = self._tokenizer if self._params.detokenize else None
-            self._logprobs.append(_position_logprobs(logprobs, tokenizer))
+            self._logprobs.append(_position_logprobs(logprobs, self._token_texts))
             self._cumulative_logprob += logprobs.logprob
         if self._detokenizer is not None and not self._hides_stop_token(seq, token_id):
             self._take_text(self._detokenizer.push((token_id,)))
@@ -233,14 +238,17 @@ class _CompletionState:
         )
 
 
-def _position_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
-    """The mapping that callers see: the token itself first, then the most likely ones."""
+def _position_logprobs(entry: TokenLogprobs, texts: TokenTexts | None) -> PositionLogprobs:
+    """The mapping that callers see: the token itself first, then the most likely ones.
 
-    def text(token_id: int) -> str | None:
-        return None if tokenizer is None else tokenizer.token_text(token_id)
-
-    position = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
-    top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-    for rank, (token_id, logprob) in enumerate(top, start=1):
-        position.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
+    Args:
+        entry: the log-probabilities.
+        texts: follows the sequence; takes the token. None for no texts.
+    """
+    top_texts = [None if texts is None else texts.text_of(token_id) for token_id in entry.top_token_ids]
+    text = None if texts is None else texts.push(entry.token_id)
+    position = {entry.token_id: Logprob(entry.logprob, entry.rank, text)}
+    top = zip(entry.top_token_ids, entry.top_logprobs, top_texts, strict=True)
+    for rank, (token_id, logprob, top_text) in enumerate(top, start=1):
+        position.setdefault(token_id, Logprob(logprob, rank, top_text))
     return position

@@ -1,5 +1,6 @@
 """Conversion between text and token ids with the `tokenizers` library."""
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,6 +13,12 @@ from treadle.text.chat_template import RenderedChat
 from treadle.text.literal_encoder import LiteralEncoder
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+_PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_LEVEL_ALPHABET = {chr(byte): byte for byte in _PRINTABLE_BYTES} | {
+    chr(0x100 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE_BYTES)))
+}
+"""The character that stands for each byte in byte-level BPE (GPT-2) → the byte."""
 
 
 class Tokenizer:
@@ -32,11 +39,19 @@ class Tokenizer:
         self.backend = backend
         self.bos_token = bos_token
         self.eos_token = eos_token
+        decoders = _decoder_types(backend)
         # Byte-fallback tokens stand for single bytes; whether they form text is known only at the end of a run.
-        self.byte_token_ids = frozenset(
-            token_id for token, token_id in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
-        )
+        self.byte_values: dict[int, int] = {}
+        if "ByteFallback" in decoders:
+            self.byte_values = {
+                token_id: int(token[3:5], 16)
+                for token, token_id in backend.get_vocab().items()
+                if _BYTE_TOKEN.fullmatch(token)
+            }
+        self._is_byte_level = "ByteLevel" in decoders
         self._token_texts: dict[int, str] = {}
+        self._token_bytes: dict[tuple[int, bool], bytes] = {}
+        self._anchor = self.encode("a", add_special_tokens=False)[:1]
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -115,9 +130,45 @@ class Tokenizer:
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_bytes(self, token_id: int, *, at_start: bool = False) -> bytes:
+        """The bytes that a token, special or not, adds to a text in UTF-8; possibly a part of a character.
+
+        Args:
+            token_id: the token; one that the tokenizer does not know has no bytes.
+            at_start: whether it is the first of the text, where some tokenizers drop a space.
+        """
+        found = self._token_bytes.get((token_id, at_start))
+        if found is None:
+            found = self._token_bytes[token_id, at_start] = self._find_bytes(token_id, at_start)
+        return found
+
+    def _find_bytes(self, token_id: int, at_start: bool) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        byte = self.byte_values.get(token_id, 0)
+        if byte >= 0x80:
+            return bytes((byte,))
+        if self._is_byte_level:
+            # A token with a character outside the alphabet is an added one, and stands for itself.
+            values = [_BYTE_LEVEL_ALPHABET.get(char) for char in token]
+            return token.encode() if None in values else bytes(value for value in values if value is not None)
+        # The text of a token depends on whether another one precedes it.
+        before = [] if at_start else self._anchor
+        text = self.decode([*before, token_id], skip_special_tokens=False)
+        return text.removeprefix(self.decode(before, skip_special_tokens=False)).encode()
+
     def token_text(self, token_id: int) -> str:
         """The text of a single token, special or not; cached, because the same few tokens recur."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
+    """The kinds of decoders that a tokenizer applies, such as "ByteLevel"."""
+    if backend.decoder is None:
+        return set()
+    found = json.loads(backend.decoder.__getstate__())
+    return {decoder["type"] for decoder in found.get("decoders", [found])}
