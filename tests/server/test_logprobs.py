@@ -63,7 +63,7 @@ def test_offsets_are_within_the_text_of_the_choice(client, text, stop):
         assert "\ufffd" not in token
     assert found.text_offset == sorted(found.text_offset)
     for top, token, logprob in zip(found.top_logprobs, found.tokens, found.token_logprobs, strict=True):
-        assert top[token] == logprob
+        assert top[token] >= logprob  # another token may have the same text, such as a part of a character
     chunks = list(client.completions.create(stream=True, **options))
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
     streamed = joined(chunks, "tokens", "text_offset", "token_logprobs", "top_logprobs")

@@ -108,9 +108,10 @@ def completion_logprobs(
             logprob = _finite(own.logprob)
             top = {}
             for entry in position.values():
-                # Several tokens may have the same text. The token itself comes first, then the most likely one.
+                # Several tokens may have the same text, which then has the log-probability of the most likely one.
                 if entry.rank <= max(num_top, 1) or entry is own:
-                    top.setdefault(entry.decoded_token, _finite(entry.logprob))
+                    value = _finite(entry.logprob)
+                    top[entry.decoded_token] = max(value, top.get(entry.decoded_token, value))
         found["token_logprobs"].append(logprob)
         found["top_logprobs"].append(top if num_top else None)
     return found
