@@ -51,7 +51,6 @@ class Tokenizer:
         self._is_byte_level = "ByteLevel" in decoders
         self._token_texts: dict[int, str] = {}
         self._token_bytes: dict[tuple[int, bool], bytes] = {}
-        self._anchor = self.encode("a", add_special_tokens=False)[:1]
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -157,6 +156,11 @@ class Tokenizer:
         before = [] if at_start else self._anchor
         text = self.decode([*before, token_id], skip_special_tokens=False)
         return text.removeprefix(self.decode(before, skip_special_tokens=False)).encode()
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        """A word, for what follows a word."""
+        return self.encode("a", add_special_tokens=False)[:1]
 
     def token_text(self, token_id: int) -> str:
         """The text of a single token, special or not; cached, because the same few tokens recur."""
