@@ -170,6 +170,13 @@ def says(status, content_type, text):
     return answer
 
 
+def breaks_off(handler):
+    handler.send_response(500)
+    handler.send_header("content-length", "100")
+    handler.end_headers()
+    handler.wfile.write(b"oh")
+
+
 def closes(handler):
     handler.close_connection = True
 
@@ -194,6 +201,7 @@ def closes(handler):
         (says(404, "application/json", '{"detail": "Not Found"}'), "HTTP 404", "Not Found"),
         (says(500, "application/json", "[]"), "HTTP 500", "[]"),
         (says(429, "text/plain", ""), "HTTP 429", "no text in the answer"),
+        (breaks_off, "HTTP 500", "no text in the answer"),
         (closes, "connection closed before an answer", "Server disconnected"),
     ],
 )

@@ -214,9 +214,9 @@ async def _send(session: aiohttp.ClientSession, target: Target, job: Job, start:
     try:
         async with session.post(ENDPOINTS[target.endpoint], json=target.body(job)) as answer:
             if answer.status != 200:
-                result.fail(f"HTTP {answer.status}", _message(await answer.text(errors="replace")))
+                result.fail(f"HTTP {answer.status}", _message(await _text(answer)))
             elif answer.content_type == "application/json":
-                result.fail(Failure.INVALID, f"not a stream: {_message(await answer.text(errors='replace'))}")
+                result.fail(Failure.INVALID, f"not a stream: {_message(await _text(answer))}")
             else:
                 reader = _StreamReader(result, lambda: now() - start)
                 await reader.read(answer.content)
@@ -354,6 +354,14 @@ def _error_of(body: Any) -> str | None:
     if isinstance(error, dict) and error.get("message"):
         error = error["message"]
     return str(error) if error else None
+
+
+async def _text(answer: aiohttp.ClientResponse) -> str:
+    """The body of an answer that is no stream; empty if it is cut."""
+    try:
+        return await answer.text(errors="replace")
+    except (aiohttp.ClientError, OSError):
+        return ""
 
 
 def _message(text: str) -> str:
