@@ -205,3 +205,10 @@ def test_the_process_ends_with_its_parent(tmp_path, how):
     while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_tokenizer_that_grammars_cannot_use(tiny):
+    process = grammar_process.GrammarProcess(tiny.loaded.tokenizer, tiny.loaded.config.vocab_size, [2])
+    with pytest.raises(InvalidRequestError, match="structured_outputs: are not possible with this model's tokenizer"):
+        process.compile('{"regex": "a"}')
+    assert process.pid is None

@@ -80,6 +80,7 @@ class LimitedProcess:
 
         Raises:
             EngineError: it did not start.
+            WorkFailed: the script refuses `setup`.
         """
         # The file itself, not a package's module: no program's `__main__` is involved, and no folder of its user.
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
@@ -93,8 +94,12 @@ class LimitedProcess:
             process_group=0,  # Ctrl-C in a terminal is for the parent
         )
         self._stop = weakref.finalize(self, _stop, self._process)
-        if self._ask(json.dumps(setup), MAX_START_S) is None:
+        answer = self._ask(json.dumps(setup), MAX_START_S)
+        if answer is None:
             raise EngineError(f"the process of {self._script.name} did not start (exit status {self._end()})")
+        if "failed" in answer:
+            self._end()
+            raise WorkFailed(answer["failed"])
 
     def ask(self, work: str) -> dict[str, Any]:
         """The answer to a piece of work, given as JSON on one line.
@@ -178,8 +183,11 @@ def serve(prepare: Callable[[Any], Work], limits: Limits) -> None:
 
 
 def _work(prepare: Callable[[Any], Work], limits: Limits, lines: "queue.SimpleQueue[str]", answers: Any) -> None:
-    work = prepare(json.loads(lines.get()))
     answer: dict[str, Any] = {}
+    try:
+        work = prepare(json.loads(lines.get()))
+    except BaseException as error:  # panics of extensions among them
+        answer = {"failed": _short(str(error)) or type(error).__name__}
     while True:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

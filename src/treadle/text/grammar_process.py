@@ -36,11 +36,15 @@ class GrammarProcess:
             The grammar, as llguidance reads it.
 
         Raises:
-            InvalidRequestError: it is invalid, or compiling it failed or took too much.
+            InvalidRequestError: it is invalid, compiling it failed or took too much, or llguidance cannot use the
+                tokenizer.
             EngineError: no process could be started.
         """
         if self.process.pid is None:
-            self.process.start([self._tokenizer.backend.to_str(), *self._vocabulary_args])
+            try:
+                self.process.start([self._tokenizer.backend.to_str(), *self._vocabulary_args])
+            except WorkFailed as error:
+                raise InvalidRequestError(FIELD, f"are not possible with this model's tokenizer ({error})") from None
         try:
             text: str = self.process.ask(params)["text"]
         except WorkFailed as error:
