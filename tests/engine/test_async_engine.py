@@ -8,8 +8,9 @@ from support.tiny import make_model
 from treadle import SamplingParams
 from treadle.assembly.build import build_engine
 from treadle.assembly.engine_config import EngineConfig
-from treadle.core.errors import InvalidRequestError
+from treadle.core.errors import EngineError, InvalidRequestError
 from treadle.engine.async_engine import AsyncEngine
+from treadle.scheduler import Scheduler
 from treadle.text.input_processor import RequestOptions
 
 PATIENCE_S = 120
@@ -27,7 +28,7 @@ def run(model):
     """Run `script(engine, add)` on an event loop; `add(*names, max_tokens=)` returns a stream for each name."""
     built = build_engine(EngineConfig(model=model, num_kv_blocks=60, block_size=8, check_invariants=True))
 
-    def run(script):
+    def run(script, all_free=True):
         async def body():
             engine = AsyncEngine(built.engine)
             engine.start()
@@ -49,7 +50,8 @@ def run(model):
                 await engine.shut_down()
 
         asyncio.run(body())
-        assert built.engine.scheduler.kv.num_available_blocks == 60
+        if all_free:
+            assert built.engine.scheduler.kv.num_available_blocks == 60
 
     return run
 
@@ -99,3 +101,22 @@ def test_a_request_id_stays_in_use_until_the_last_output_is_delivered(run):
             assert len(await tokens(second)) == 5
 
     run(script)
+
+
+def test_a_fault_of_the_scheduler_ends_every_stream(run, monkeypatch):
+    async def script(engine, add):
+        streams = await add("a", "b", max_tokens=300)
+        others = [asyncio.ensure_future(tokens(stream)) for stream in streams]
+        await engine.call(lambda: monkeypatch.setattr(Scheduler, "schedule", fail))
+        for other in others:
+            with pytest.raises(EngineError, match="the engine has failed in step .* broken"):
+                await other
+        with pytest.raises(EngineError, match="the engine has failed"):
+            await add("c")
+        await engine.shut_down(0)
+        monkeypatch.undo()
+
+    def fail(self):
+        raise ValueError("it is broken")
+
+    run(script, all_free=False)

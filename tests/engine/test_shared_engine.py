@@ -248,3 +248,25 @@ def test_an_interrupted_wait_passes_the_lock_to_the_next_thread():
         thread.join(20)
     assert order == ["first", "interrupted", "last"]
     assert lock.acquire(wait=False)
+
+
+def test_a_fault_of_the_scheduler_ends_every_call(tmp_path, monkeypatch):
+    make_model("tiny", tmp_path)
+    llm = LLM(str(tmp_path), num_kv_blocks=60, log_stats_interval_s=0)
+
+    def fail():
+        raise ValueError("it is broken")
+
+    streams = [llm.stream(prompt, params(0)) for prompt in PROMPTS[:2]]
+    for stream in streams:
+        next(stream)
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", fail)
+    message = r"the engine has failed in step .*: ValueError\('it is broken'\)"
+    with pytest.raises(EngineError, match=message):
+        llm.generate(PROMPTS[2], params(0), use_tqdm=False)
+    monkeypatch.undo()
+    for stream in streams:
+        with pytest.raises(EngineError, match=message):
+            list(stream)
+    with pytest.raises(EngineError, match=message):
+        llm.generate(PROMPTS[2], params(0), use_tqdm=False)

@@ -232,7 +232,7 @@ class AsyncEngine:
         except BaseException as error:
             logger.exception("the engine's thread died")
             with self._condition:
-                self._error = EngineError(f"the engine died: {error!r}")
+                self._error = error if isinstance(error, EngineError) else EngineError(f"the engine died: {error!r}")
                 commands, self._commands = self._commands, []
             for stream in self._streams.values():
                 self._on_loop(stream.fail, self._error)

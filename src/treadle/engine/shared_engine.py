@@ -45,8 +45,8 @@ class SharedEngine:
 
         Raises:
             InvalidRequestError, Overloaded: as `Engine.add_request`.
-            EngineError: called within a step of the same engine, by an observer, or in a process forked from the
-                engine's.
+            EngineError: the engine has failed; or called within a step of the same engine, by an observer, or in a
+                process forked from the engine's.
         """
         mailbox: Mailbox = []
         try:
@@ -63,7 +63,7 @@ class SharedEngine:
         if not mailbox:
             with self._turn():
                 if not mailbox:  # another thread's step has brought none
-                    if not self._engine.has_unfinished_requests:
+                    if self._engine.error is None and not self._engine.has_unfinished_requests:
                         raise EngineError("the outputs of this call were lost in a step that failed")
                     self._step()
         taken = mailbox[:]

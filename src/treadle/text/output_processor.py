@@ -3,6 +3,7 @@
 A request without streaming, stop strings and logprobs costs nothing here until it ends; its text is decoded once.
 """
 
+import logging
 from collections.abc import Iterable
 
 from treadle.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
@@ -13,9 +14,11 @@ from treadle.text.stop_strings import StopStringMatcher
 from treadle.text.token_texts import TokenTexts
 from treadle.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("treadle")
+
 
 class OutputProcessor:
-    """Turns tokens into RequestOutputs.
+    """Turns tokens into RequestOutputs. A request whose tokens cannot be processed ends with an error, alone.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -26,6 +29,7 @@ class OutputProcessor:
         self._requests: dict[Request, _RequestState] = {}
         # Streams with tokens not yet in an output: a dict rather than a set, for its order.
         self._with_news: dict[Request, _RequestState] = {}
+        self._failed: dict[Request, str] = {}
 
     def add(self, request: Request, *, stream: bool) -> None:
         """Track `request`; with `stream`, every token produces an output with the new part."""
@@ -34,28 +38,60 @@ class OutputProcessor:
     def process(self, outputs: StepOutputs) -> list[tuple[Sequence, str]]:
         """Process a step's tokens; returns (sequence, stop string) for sequences that reached one."""
         for request, position, entries in outputs.prompt_logprobs:
-            self._requests[request].take_prompt_logprobs(position, entries)
+            state = self._requests[request]
+            try:
+                state.take_prompt_logprobs(position, entries)
+            except Exception as error:
+                self._fail(state, error)
         stopped = []
         for i, (seq, token_id) in enumerate(zip(outputs.sequences, outputs.token_ids.tolist(), strict=True)):
             request = seq.request
             state = self._requests[request]
-            if state.watched:
+            if state.watched and state.error is None:
                 if state.stream:
                     self._with_news[request] = state
-                completion = state.completion(seq)
-                completion.take_token(seq, token_id, outputs.logprobs.get(i))
-                if completion.stop_string is not None:
-                    stopped.append((seq, completion.stop_string))
+                try:
+                    completion = state.completion(seq)
+                    completion.take_token(seq, token_id, outputs.logprobs.get(i))
+                    if completion.stop_string is not None:
+                        stopped.append((seq, completion.stop_string))
+                except Exception as error:
+                    self._fail(state, error)
         return stopped
+
+    def take_failed(self) -> dict[Request, str]:
+        """Requests whose tokens could not be processed since the last call, and why; they have to end."""
+        failed, self._failed = self._failed, {}
+        return failed
 
     def collect(self, finished: Iterable[Request]) -> list[RequestOutput]:
         """The outputs that are due: deltas of streaming requests, and final outputs of finished ones."""
         results = []
         for request in finished:
             self._with_news.pop(request, None)
-            results.append(self._requests.pop(request).final_output())
+            state = self._requests.pop(request)
+            if state.error is None:
+                try:
+                    results.append(state.final_output())
+                    continue
+                except Exception as error:
+                    self._fail(state, error)
+            results.append(state.error_output())
         with_news, self._with_news = self._with_news, {}
-        return results + [state.delta() for state in with_news.values()]
+        for state in with_news.values():
+            try:
+                results.append(state.delta())
+                state.note_ended()
+            except Exception as error:
+                self._fail(state, error)
+        return results
+
+    def _fail(self, state: "_RequestState", error: Exception) -> None:
+        request = state.request
+        logger.error("the output of request %s cannot be processed", request.request_id, exc_info=error)
+        state.error = f"EngineError: the output cannot be processed: {error!r}"
+        self._with_news.pop(request, None)
+        self._failed[request] = state.error
 
 
 class _RequestState:
@@ -64,13 +100,16 @@ class _RequestState:
     Attributes:
         stream: whether every token produces an output.
         watched: whether tokens must be processed one by one.
+        request: the request.
+        error: why its tokens cannot be processed; None if they can.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, stream: bool) -> None:
         params = request.sampling_params
         self.stream = stream
         self.watched = stream or bool(params.stop_strings) or params.logprobs is not None
-        self._request = request
+        self.request = request
+        self.error: str | None = None
         self._tokenizer = tokenizer
         self._completions: dict[int, _CompletionState] = {}
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -85,7 +124,7 @@ class _RequestState:
         """The state of one of the request's sequences."""
         state = self._completions.get(seq.index)
         if state is None:
-            state = _CompletionState(self._request, seq.index, self._tokenizer, self.stream)
+            state = _CompletionState(self.request, seq.index, self._tokenizer, self.stream)
             self._completions[seq.index] = state
         return state
 
@@ -101,15 +140,30 @@ class _RequestState:
         with_news = [c for c in self._completions.values() if c.new_token_ids]
         return self._output([c.delta() for c in with_news], finished=False)
 
+    def note_ended(self) -> None:
+        """The last delta was delivered: those of the sequences that have ended were their final parts."""
+        for completion in self._completions.values():
+            completion.has_ended = completion.is_finished
+
     def final_output(self) -> RequestOutput:
         """The final output: the whole answer, or the rest of it when streaming."""
-        sequences = self._request.sequences
+        sequences = self.request.sequences
         if self.stream:  # the final parts of the others are already out
             sequences = [seq for seq in sequences if not self.completion(seq).has_ended]
         return self._output([self.completion(seq).final(seq) for seq in sequences], finished=True)
 
+    def error_output(self) -> RequestOutput:
+        """The final output of a request that has failed: the tokens (streaming: none), without text."""
+        outputs = []
+        for seq in self.request.sequences:
+            completion = self._completions.get(seq.index)
+            if completion is None or not completion.has_ended:
+                token_ids = [] if self.stream else seq.output_token_ids
+                outputs.append(CompletionOutput(seq.index, "", token_ids, finish_reason=FinishReason.ERROR.value))
+        return self._output(outputs, finished=True)
+
     def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
-        request = self._request
+        request = self.request
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -118,7 +172,7 @@ class _RequestState:
             outputs=sorted(outputs, key=lambda output: output.index),
             finished=finished,
             metrics=request.metrics,
-            error=request.error,
+            error=request.error or self.error,
         )
 
 
@@ -127,7 +181,7 @@ class _CompletionState:
 
     Attributes:
         new_token_ids: tokens since the last output.
-        has_ended: whether its final part has been produced.
+        has_ended: whether its final part has been delivered.
     """
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer, stream: bool) -> None:
@@ -160,6 +214,11 @@ class _CompletionState:
         """The stop string that was found, or None."""
         return None if self._matcher is None else self._matcher.found
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self._last is not None and self._last.is_finished
+
     def take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Process a new token of the sequence."""
         self._last = seq
@@ -181,7 +240,6 @@ class _CompletionState:
 
     def final(self, seq: Sequence) -> CompletionOutput:
         """The whole output of a finished sequence, or the rest of it when streaming."""
-        self.has_ended = True
         reason, stop_reason = seq.finish_reason, seq.stop_reason
         if self._params.use_beam_search:
             self._cumulative_logprob = seq.cumulative_logprob
