@@ -22,7 +22,7 @@ def block_of(engine):
     return int(engine.scheduler.kv.block_tables[0, 0])
 
 
-DAMAGES = {
+VIOLATIONS = {
     "counts 2 references": lambda e: e.scheduler.kv.pool.ref_counts.__setitem__(block_of(e), 2),
     "counts 1 references, tables have": lambda e: (
         e.scheduler.kv.block_tables.__setitem__((0, 0), e.scheduler.kv.pool.free_block_ids()[-1])
@@ -32,13 +32,13 @@ DAMAGES = {
     "free + cached-idle": lambda e: setattr(e.scheduler.kv.pool, "_num_free", e.scheduler.kv.pool._num_free - 1),
     "more computed than known": lambda e: e.scheduler.batch.num_computed_tokens.__setitem__(0, 60),
     "not in exactly one queue": lambda e: e.scheduler.waiting._requests.clear(),
-    "says otherwise": lambda e: setattr(e.scheduler.waiting.first(), "status", RequestStatus.FINISHED),
+    "has another status": lambda e: setattr(e.scheduler.waiting.first(), "status", RequestStatus.FINISHED),
     "seats were lost": lambda e: e.scheduler.batch._free_rows.append(1),
     "can be found": lambda e: e.scheduler.kv.index._entry_of_block.clear(),
 }
 
 
-@pytest.mark.parametrize("message", DAMAGES)
+@pytest.mark.parametrize("message", VIOLATIONS)
 def test_each_violation_is_detected(message, engine):
     check_invariants(engine.scheduler)
     if message == "can be found":
@@ -47,6 +47,6 @@ def test_each_violation_is_detected(message, engine):
         message_ = "cached-idle block cannot be found|entries without a block"
     else:
         message_ = message.replace("+", r"\+")
-    DAMAGES[message](engine)
+    VIOLATIONS[message](engine)
     with pytest.raises(InvariantViolation, match=message_):
         check_invariants(engine.scheduler)

@@ -199,21 +199,21 @@ class RunningBatch:
         seq.unbind()
         self._free_rows.append(row)
 
-    def tell_again(self, row: int) -> None:
+    def resend_row(self, row: int) -> None:
         """Send the whole content of `row` to the runner in the next plan, because the runner cannot know it."""
         self._new_rows[row] = None
 
-    def tell_everything_again(self) -> None:
+    def resend_all_rows(self) -> None:
         """Send all rows to the runner in the next plan, because it may have applied only part of the last one."""
         self._new_rows = dict.fromkeys(self.rows.tolist())
         self._freed_rows = dict.fromkeys(self._free_rows)
 
     @property
-    def has_news(self) -> bool:
-        """Whether rows were filled or emptied since the last `take_news`."""
+    def has_changes(self) -> bool:
+        """Whether rows were filled or emptied since the last `take_changes`."""
         return bool(self._new_rows or self._freed_rows)
 
-    def take_news(self) -> tuple[tuple[NewRow, ...], tuple[int, ...]]:
+    def take_changes(self) -> tuple[tuple[NewRow, ...], tuple[int, ...]]:
         """Return the rows filled and the rows emptied since the last call, and forget them."""
         new = tuple(self._describe_row(self.sequences[row]) for row in self._new_rows)
         freed = tuple(self._freed_rows)

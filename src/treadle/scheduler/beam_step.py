@@ -90,7 +90,7 @@ def _replace(
     for seq, c, token_ids, num_computed in zip(request.sequences, continuations, tokens, computed, strict=True):
         seq.replace_tokens(token_ids, num_computed)
         assert seq.row is not None
-        state.batch.tell_again(seq.row)
+        state.batch.resend_row(seq.row)
         seq.cumulative_logprob = c.cumulative_logprob
     for seq in sequences[len(continuations) :]:
         release(state, seq)

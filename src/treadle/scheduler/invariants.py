@@ -91,7 +91,7 @@ def _check_queues(scheduler: Scheduler) -> None:
     ):
         ranks = [request.rank for request in queue]
         _require(ranks == sorted(ranks), f"{status.value} is not in rank order")
-        _require(all(r.status is status for r in queue), f"a {status.value} request says otherwise")
+        _require(all(r.status is status for r in queue), f"a request in {status.value} has another status")
     sequences = batch.running_sequences()
     _require(
         set(sequences) == {seq for request in running for seq in request.live_sequences},
@@ -116,9 +116,14 @@ def _check_queues(scheduler: Scheduler) -> None:
     adapters = {request.lora.lora_int_id for request in running if request.lora is not None}
     _require(len(adapters) <= scheduler.config.max_loras, "more adapters than max_loras run")
     if not running:
-        _require(kv.num_available_blocks == kv.pool.num_blocks, "device blocks are held by nobody")
+        _require(
+            kv.num_available_blocks == kv.pool.num_blocks, "device blocks are in use although no request is running"
+        )
     if not swapped:
-        _require(kv.host_pool.num_available == kv.host_pool.num_blocks, "host blocks are held by nobody")
+        _require(
+            kv.host_pool.num_available == kv.host_pool.num_blocks,
+            "host blocks are in use although no request is swapped",
+        )
 
 
 def _check_plan(scheduler: Scheduler, plan: StepPlan, tables: dict[Sequence, list[int]]) -> None:

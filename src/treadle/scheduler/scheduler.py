@@ -284,7 +284,7 @@ class Scheduler:
         for seq in batch.sequences[plan.rows]:
             if seq is not None and not seq.is_finished:
                 lifecycle.end_request(self._state, seq.request, FinishReason.ERROR, error=error)
-        batch.tell_everything_again()
+        batch.resend_all_rows()
         self._apply_aborts()
 
     # Inside

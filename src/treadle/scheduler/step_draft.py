@@ -250,7 +250,7 @@ class StepDraft:
             candidates[len(parts) + num_decodes :] = [
                 self._num_candidates(batch.sequences[row]) for row in self._beams
             ]
-        new_rows, freed_rows = batch.take_news() if batch.has_news else ((), ())
+        new_rows, freed_rows = batch.take_changes() if batch.has_changes else ((), ())
         new_blocks = NO_NEW_BLOCKS
         if new_rows or kv.has_changes:
             new_blocks = NewBlocks(*kv.take_changes([new.row for new in new_rows]))

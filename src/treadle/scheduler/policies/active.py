@@ -120,7 +120,7 @@ class ActivePolicies:
         policy = self._phases
         if type(policy) is next(iter(registry.PHASES.builtin.values())):
             return False
-        self._replace(registry.PHASES, policy, RuntimeError("it ran nothing although requests could go on"))
+        self._replace(registry.PHASES, policy, RuntimeError("it scheduled nothing although requests could continue"))
         self._phases.run(step)
         return True
 
