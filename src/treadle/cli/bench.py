@@ -52,7 +52,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="completions sends token ids, chat sends the same number of words (default: %(default)s)",
     )  # fmt: skip
     group = parser.add_argument_group("load")
-    group.add_argument("--num-requests", type=int, default=100, help="default: %(default)s")
+    group.add_argument("--num-requests", type=int, default=100, help="number of requests (default: %(default)s)")
     group.add_argument(
         "--rate",
         type=float,
@@ -77,7 +77,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
         help="generate the full output length (default: on; a vLLM field that some servers may refuse)",
     )  # fmt: skip
-    group.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
+    group.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
     group.add_argument(
         "--vocab-size", type=int, default=10_000, help="draw token ids below this number (default: %(default)s)"
     )

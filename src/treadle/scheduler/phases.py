@@ -61,7 +61,7 @@ class Phases:
         """Preempt the worst running requests for the first waiting one, if the order of the queue displaces.
 
         Preempts as few requests as possible, and none unless the waiting one can then start. Requests of equal
-        priority never displace each other. Runs before the decodes, so that the step contains no victim yet.
+        priority never displace each other. Runs before the decodes, so that no victim is in the step yet.
         """
         request = self._state.waiting.first()
         if request is None or not self._state.policies.displaces:
