@@ -211,4 +211,4 @@ def test_a_tokenizer_that_grammars_cannot_use(tiny):
     process = grammar_process.GrammarProcess(tiny.loaded.tokenizer, tiny.loaded.config.vocab_size, [2])
     with pytest.raises(InvalidRequestError, match="structured_outputs: are not possible with this model's tokenizer"):
         process.compile('{"regex": "a"}')
-    assert process.pid is None
+    assert process.process.pid is None

@@ -10,10 +10,12 @@ import json
 import math
 import os
 import queue
+import selectors
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from typing import Any
 from treadle.core.errors import EngineError
 
 MAX_START_S = 60.0
+READ_BYTES = 2**18
 MAX_ERROR_CHARS = 300
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONHOME", "TZ")
 
@@ -90,9 +93,12 @@ class LimitedProcess:
             [sys.executable, "-P", str(self._script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             env=environment,
             process_group=0,  # Ctrl-C in a terminal is for the parent
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a process that stands still must not stop its parent
         self._stop = weakref.finalize(self, _stop, self._process)
         answer = self._ask(json.dumps(setup), MAX_START_S)
         if answer is None:
@@ -127,20 +133,31 @@ class LimitedProcess:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = threading.Timer(timeout_s, process.kill)
-        timer.start()
-        try:
-            process.stdin.write(line.encode() + b"\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        finally:
-            timer.cancel()
-            timer.join()
-        if not answer.endswith(b"\n"):
-            return None
-        found: dict[str, Any] = json.loads(answer)
+        deadline = time.monotonic() + timeout_s
+        unsent = memoryview(line.encode() + b"\n")
+        parts: list[bytes] = []
+        with selectors.PollSelector() as selector:
+            selector.register(process.stdin, selectors.EVENT_WRITE)
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not (parts and parts[-1].endswith(b"\n")):
+                ready = selector.select(deadline - time.monotonic()) if time.monotonic() < deadline else []
+                if not ready:
+                    process.kill()
+                    return None
+                for key, _ in ready:
+                    if key.fileobj is process.stdout:
+                        part = os.read(key.fd, READ_BYTES)
+                        if not part:
+                            return None
+                        parts.append(part)
+                    else:
+                        try:
+                            unsent = unsent[os.write(key.fd, unsent) :]
+                        except BrokenPipeError:
+                            return None
+                        if not unsent:
+                            selector.unregister(process.stdin)
+        found: dict[str, Any] = json.loads(b"".join(parts))
         return found
 
     def _end(self) -> int:
