@@ -4,9 +4,11 @@ import argparse
 import gc
 import json
 import logging
+import math
 import os
 import resource
 import signal
+import socket
 
 from treadle.cli.options import add_engine_options, engine_options
 from treadle.core.errors import UsageError
@@ -80,6 +82,24 @@ def _origins(text: str) -> list[str]:
     return found
 
 
+def _check_address(host: str, port: int) -> None:
+    """Raise UsageError, before a model is loaded, if the server could not listen there."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise UsageError("--host", f"{host!r} is not an address of this machine ({error})") from None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(address)
+            except OSError as error:
+                reason = (
+                    f"cannot listen on {host}:{port} ({error.strerror}); give another --port, or 0 for a free one"
+                )
+                raise UsageError("--port", reason) from None
+
+
 def _allow_open_files() -> None:
     """Raise the limit on open files: every connection needs a file, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -97,6 +117,11 @@ def _freeze_objects() -> None:
 def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536:
         raise UsageError("--port", f"must be between 0 and 65535, got {args.port}")
+    if not 0 < args.max_body_mib < math.inf:
+        raise UsageError("--max-body-mib", f"must be greater than 0, got {args.max_body_mib}")
+    if not 0 <= args.shutdown_grace < math.inf:
+        raise UsageError("--shutdown-grace", f"must be a number of seconds, at least 0, got {args.shutdown_grace}")
+    _check_address(args.host, args.port)
     with extra("serve", "treadle serve"):
         from treadle.server.app import create_app
         from treadle.server.http import HttpServer
