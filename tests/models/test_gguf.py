@@ -67,7 +67,7 @@ def test_rope_divisors_equal_llama3_scaling(tmp_path):
 def test_weight_names_equal_those_of_the_gguf_package(name):
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     theirs = gguf.get_tensor_name_map(arch, 12)
-    weights = find_gguf(name).weights
+    weights = find_gguf(name, "file").weights
     for pattern in weights.names:
         weight = pattern.format(11)
         if not pattern.endswith("_norm") or name == "qwen3":  # only Qwen3 normalizes queries and keys

@@ -28,7 +28,7 @@ from support.native import RUNNABLE, native_library
 from support.tiny import CASES, make_model
 from treadle.backends.cpu.model import NativeModel, why_not_native
 from treadle.backends.torch.model import TorchModel
-from treadle.core.errors import ModelLoadError
+from treadle.core.errors import InvalidRequestError, ModelLoadError
 from treadle.models.registry import load_path
 from treadle.models.spec import weight_shapes
 
@@ -60,6 +60,9 @@ def load_gguf(path, fields=None, tensors=None):
         ("general.alignment", (STRING, "32"), "must be an integer from 1 to 2147483647, got '32'"),
         ("general.alignment", (UINT32, 0), "must be an integer from 1 to 2147483647, got 0"),
         ("general.architecture", (UINT32, 5), "must be text, got 5"),
+        ("general.architecture", (STRING, "mamba"), "GGUF architecture 'mamba' is not supported; supported are llama"),
+        ("tokenizer.ggml.model", (STRING, "bert"), "tokenizer.ggml.model 'bert' is not supported; supported are 'gpt2'"),
+        ("tokenizer.ggml.pre", (STRING, "x"), "tokenizer.ggml.pre 'x' is not supported; supported are default, gpt-2"),
         ("general.sampling.temp", (STRING, "hot"), "general.sampling.temp must be a finite number, got 'hot'"),
         ("general.sampling.top_p", (FLOAT32, 3.0), r"general.sampling.top_p must be in \(0, 1\], got 3"),
         ("tokenizer.ggml.tokens", (UINT32, 3), "must be a list of texts, got 3"),
@@ -164,6 +167,7 @@ def test_a_vocabulary_with_too_few_scores_is_refused(tmp_path):
     ("file", "changes", "message"),
     [
         ("config", {"architectures": "LlamaForCausalLM"}, "architectures must be a list of texts, got 'Llama"),
+        ("config", {"architectures": ["Mamba"]}, "config.json: architecture Mamba is not supported; supported are Llam"),
         ("config", {"architectures": [None]}, r"architectures\[0\] must be one of a list of texts, got None"),
         ("config", {"hidden_size": "8"}, "hidden_size must be an integer from 1 to 2147483647, got '8'"),
         ("config", {"hidden_size": [8]}, r"hidden_size must be an integer from 1 to 2147483647, got \[8\]"),
@@ -233,6 +237,34 @@ def test_invalid_huggingface_files_are_refused(file, content, message, tmp_path)
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_path(write_folder(tmp_path / "model", huggingface_files() | {file: content}))
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"unk_token": "nowhere"}, "Unk token `nowhere` not found in the vocabulary"),
+        ({"unk_token": "<unk>", "type": "WordLevel", "vocab": {"a": 0}}, "WordLevel error: Missing \\[UNK\\] token"),
+    ],
+)
+def test_tokenizers_that_cannot_encode(changes, message, tmp_path):
+    files = huggingface_files()
+    files["tokenizer.json"]["model"] |= changes
+    loaded = load_path(write_folder(tmp_path / "model", files))
+    with pytest.raises(InvalidRequestError, match=f"prompt: the model's tokenizer cannot encode it .*{message}"):
+        loaded.tokenizer.encode("xyz")
+
+
+def test_panics_of_the_tokenizer(tmp_path):
+    files = huggingface_files()
+    files["tokenizer.json"]["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {},
+    }
+    loaded = load_path(write_folder(tmp_path / "model", files))
+    with pytest.raises(InvalidRequestError, match="cannot encode it .the tokenizers library failed: index out of"):
+        loaded.tokenizer.encode("abc")
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.assembly.engine_config import EngineConfig
-from treadle.assembly.sizing import longest_model_len, memory_for, size_kv_cache
+from treadle.assembly.sizing import longest_model_len, memory_for, most_pool_tokens, size_kv_cache
 from treadle.backends import BackendSettings, choose_backend
 from treadle.core.clock import SystemClock
 from treadle.core.config import CacheConfig, RequestLimits, policy_name
@@ -103,7 +103,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[float], None] = la
         cpu_kernels=config.cpu_kernels,
         num_threads=config.num_threads,
         block_size=config.block_size,
-        max_model_len=max_model_len,
+        max_model_len=int(min(max_model_len, most_pool_tokens(config, model_config))),
     )
     room = choose_backend(model_config, settings)
     with memory_for(

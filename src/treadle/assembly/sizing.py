@@ -1,6 +1,7 @@
 """How long a sequence may be, and how many KV blocks there are: what settings, model and free memory allow."""
 
 import errno
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,6 +38,22 @@ def longest_model_len(config: EngineConfig, model: ModelSpec) -> tuple[int, str]
             f"windows are not supported; set max_model_len to at most {model.sliding_window}",
         )
     return length, reason
+
+
+def most_pool_tokens(config: EngineConfig, model: ModelSpec) -> float:
+    """No fewer tokens than the KV pool will hold; known before the weights are read.
+
+    Some models claim millions of positions: what is computed for each of them should not exceed the pool.
+    """
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks * config.block_size
+    if config.kv_cache_memory is not None:
+        num_bytes = parse_memory_size("kv_cache_memory", config.kv_cache_memory)
+    elif config.device == "cpu" or not torch.cuda.is_available():
+        num_bytes = MAX_DEFAULT_KV_CACHE_BYTES
+    else:
+        return math.inf
+    return max(config.block_size, num_bytes // model.kv_bytes_per_token(element_size=1))
 
 
 def size_kv_cache(config: EngineConfig, max_model_len: int, block_bytes: int, device: torch.device) -> CacheConfig:

@@ -82,8 +82,8 @@ def tokenizer_from_gguf(metadata: ModelMetadata) -> Tokenizer:
         backend, add_bos = _sentencepiece_bpe(metadata, vocab, types)
     else:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.model {kind!r} is not supported; supported are 'gpt2' (byte-level BPE) "
-            f"and 'llama' (SentencePiece BPE)"
+            f"{metadata.source}: tokenizer.ggml.model {kind!r} is not supported; supported are 'gpt2' (byte-level "
+            f"BPE) and 'llama' (SentencePiece BPE)"
         )
     backend.add_special_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)])
     backend.add_tokens([_added(tokens[i]) for i, kind in enumerate(types) if kind == _USER_DEFINED])
@@ -110,7 +110,8 @@ def _byte_level_bpe(metadata: ModelMetadata, vocab: dict[str, int]) -> tuple[tok
     name = metadata.text("tokenizer.ggml.pre", "default")
     if name not in _PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(sorted(_PRE_TOKENIZERS))}"
+            f"{metadata.source}: tokenizer.ggml.pre {name!r} is not supported; supported are "
+            f"{', '.join(sorted(_PRE_TOKENIZERS))}"
         )
     pre_tokenizer, ignore_merges, nfc, add_bos = _PRE_TOKENIZERS[name]
     merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in metadata.texts("tokenizer.ggml.merges")]

@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
-from treadle.core.errors import ModelLoadError
+from treadle.core.errors import InvalidRequestError, ModelLoadError
 from treadle.text.chat_template import RenderedChat
 from treadle.text.literal_encoder import LiteralEncoder
 
@@ -19,6 +20,25 @@ _BYTE_LEVEL_ALPHABET = {chr(byte): byte for byte in _PRINTABLE_BYTES} | {
     chr(0x100 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE_BYTES)))
 }
 """The character that stands for each byte in byte-level BPE (GPT-2) → the byte."""
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """An error of the `tokenizers` library as an Exception, which its panics are not; raises any other error."""
+    if isinstance(error, Exception):
+        return error
+    if type(error).__name__ == "PanicException":
+        return ValueError(f"the tokenizers library failed: {error}")
+    raise error
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A text that the tokenizer cannot encode is an InvalidRequestError."""
+    try:
+        yield
+    except BaseException as error:
+        problem = _as_exception(error)
+        raise InvalidRequestError("prompt", f"the model's tokenizer cannot encode it ({problem})") from problem
 
 
 class Tokenizer:
@@ -64,8 +84,9 @@ class Tokenizer:
         """
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ModelLoadError(f"{path}: cannot be read as a tokenizer ({error})") from error
+        except BaseException as error:
+            problem = _as_exception(error)
+            raise ModelLoadError(f"{path}: cannot be read as a tokenizer ({problem})") from problem
         backend.no_truncation()
         backend.no_padding()
         return cls(backend, bos_token=bos_token, eos_token=eos_token)
@@ -99,6 +120,9 @@ class Tokenizer:
         """Token ids of `text`; `add_special_tokens` adds the model's special tokens, such as BOS.
 
         A text that spells a control token becomes that token, except where a RenderedChat says that it is literal.
+
+        Raises:
+            InvalidRequestError: the tokenizer has no tokens for the text.
         """
         (ids,) = self.encode_batch([text], add_special_tokens=add_special_tokens)
         return ids
@@ -106,27 +130,31 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of many texts, in parallel; as in `encode`."""
         literal = {i for i, text in enumerate(texts) if isinstance(text, RenderedChat) and text.literals}
-        plain = iter(
-            self.backend.encode_batch(
-                [text for i, text in enumerate(texts) if i not in literal], add_special_tokens=add_special_tokens
+        with _refusals():
+            plain = iter(
+                self.backend.encode_batch(
+                    [text for i, text in enumerate(texts) if i not in literal], add_special_tokens=add_special_tokens
+                )
+                if len(literal) < len(texts)
+                else ()
             )
-            if len(literal) < len(texts)
-            else ()
-        )
-        return [
-            self._literal.encode(text, text.literals, add_special_tokens)  # type: ignore[attr-defined]
-            if i in literal
-            else next(plain).ids
-            for i, text in enumerate(texts)
-        ]
+            return [
+                self._literal.encode(text, text.literals, add_special_tokens)  # type: ignore[attr-defined]
+                if i in literal
+                else next(plain).ids
+                for i, text in enumerate(texts)
+            ]
 
     @cached_property
-    def _literal(self) -> "LiteralEncoder":
+    def _literal(self) -> LiteralEncoder:
         return LiteralEncoder(self.backend)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
-        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _as_exception(error) from error
         return text
 
     def token_bytes(self, token_id: int, *, at_start: bool = False) -> bytes:

@@ -43,20 +43,30 @@ def all_architectures() -> Architectures:
     return Architectures(tuple(usable), tuple(broken))
 
 
-def find_huggingface(names: Sequence[str]) -> CheckpointFormat[ModelMetadata]:
-    """The format of the first architecture with one of `names` in config.json; UnsupportedModelError if none has."""
+def find_huggingface(names: Sequence[str], source: str) -> CheckpointFormat[ModelMetadata]:
+    """The format of the first architecture with one of `names` in config.json; UnsupportedModelError if none has.
+
+    Args:
+        names: architectures of the model.
+        source: the file, in the message.
+    """
     for architecture in _one_by_one():
         if architecture.huggingface.name in names:
             return architecture.huggingface
-    raise _unsupported(f"architecture {', '.join(names) or '(none named)'}", huggingface_names())
+    raise _unsupported(f"{source}: architecture {', '.join(names) or '(none named)'}", huggingface_names())
 
 
-def find_gguf(name: str | None) -> CheckpointFormat[GGUFMetadata]:
-    """The format of the architecture called `name` in GGUF files; UnsupportedModelError if there is none."""
+def find_gguf(name: str, source: str) -> CheckpointFormat[GGUFMetadata]:
+    """The format of the architecture called `name` in GGUF files; UnsupportedModelError if there is none.
+
+    Args:
+        name: architecture of the model.
+        source: the file, in the message.
+    """
     for architecture in _one_by_one():
         if architecture.gguf is not None and architecture.gguf.name == name:
             return architecture.gguf
-    raise _unsupported(f"GGUF architecture {name!r}", gguf_names())
+    raise _unsupported(f"{source}: GGUF architecture {name!r}", gguf_names())
 
 
 def huggingface_names() -> list[str]:

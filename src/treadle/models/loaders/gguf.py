@@ -47,7 +47,7 @@ def load_gguf(path: Path) -> LoadedModel:
     if "rope_freqs.weight" in file.tensors:
         divisors = tuple(tensors.read("rope_freqs.weight").flatten().tolist())
     described = GGUFMetadata(values=metadata, has_output="output.weight" in file.tensors, rope_divisors=divisors)
-    checkpoint = find_gguf(metadata.text("general.architecture"))
+    checkpoint = find_gguf(metadata.text("general.architecture"), str(path))
     config = read_spec(checkpoint, described, str(path))
     weights = CheckpointWeights(tensors, checkpoint.weights, config)
     tokenizer = tokenizer_from_gguf(metadata)

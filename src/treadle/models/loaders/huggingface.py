@@ -31,7 +31,7 @@ def load_huggingface(folder: Path) -> LoadedModel:
         UnsupportedModelError: a model that Treadle cannot compute.
     """
     values = _read_json(folder / "config.json")
-    checkpoint = find_huggingface(values.texts("architectures"))
+    checkpoint = find_huggingface(values.texts("architectures"), values.source)
     _refuse_quantized(values)
     config = read_spec(checkpoint, values, values.source)
     generation = _read_json(folder / "generation_config.json", missing_ok=True)
