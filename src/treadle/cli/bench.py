@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli import EXIT_INTERRUPTED
+from treadle.cli.options import as_text
 from treadle.core.errors import UsageError
 from treadle.core.extras import extra
 from treadle.core.settings import check_count
@@ -107,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     bounds = _bounds(args.goodput)
     api_key = args.api_key or os.environ.get("TREADLE_API_KEY")
+    api_key = None if api_key is None else as_text("--api-key", api_key)
     base_url = args.base_url.rstrip("/").removesuffix("/v1")
+    given = None if args.model is None else as_text("--model", args.model)
     try:
         model, max_len = uvloop.run(client.describe_server(base_url, api_key))
     except client.ServerError as error:
@@ -115,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     target = client.Target(
         base_url=base_url,
-        model=args.model or model,
+        model=given or model,
         endpoint=args.endpoint,
         api_key=api_key,
         ignore_eos=args.ignore_eos,

@@ -5,8 +5,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from treadle.cli.console import load, say
-from treadle.cli.options import add_engine_options, add_sampling_options
-from treadle.core.errors import InvalidRequestError
+from treadle.cli.options import add_engine_options, add_sampling_options, as_text
+from treadle.core.errors import InvalidRequestError, UsageError
 
 if TYPE_CHECKING:
     from treadle import LLM, SamplingParams
@@ -28,8 +28,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
+    start = [{"role": "system", "content": as_text("--system", args.system)}] if args.system else []
     llm, params = load(args, log_stats=False)
-    start = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -49,6 +49,11 @@ def run(args: argparse.Namespace) -> int:
         elif line.startswith("/"):
             say(f"unknown command {line.split()[0]}; {HELP}")
         elif line:
+            try:
+                line = as_text("message", line)
+            except UsageError as error:
+                say(f"treadle: {error}")
+                continue
             messages.append({"role": "user", "content": line})
             try:
                 messages.append({"role": "assistant", "content": answer(llm, params, messages)})

@@ -4,6 +4,8 @@ Answers go to standard output; everything else goes to standard error.
 """
 
 import argparse
+import codecs
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
     from treadle import LLM
 
 BAR_WIDTH = 24
+
+
+def use_any_text() -> None:
+    """Let standard input and output take any text, whatever the locale.
+
+    Input in an ASCII locale is read as UTF-8, and `as_text` finds what cannot be read; characters that the output
+    cannot show are written as escapes, as Python does it on standard error.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        is_ascii = codecs.lookup(sys.stdin.encoding).name == "ascii"
+        sys.stdin.reconfigure(encoding="utf-8" if is_ascii else None, errors="surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def say(text: str = "") -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from treadle.cli.console import RunStats, load, say
-from treadle.cli.options import add_engine_options, add_sampling_options
+from treadle.cli.options import add_engine_options, add_sampling_options, as_text
 from treadle.core.errors import UsageError
 from treadle.trace.step_table import StepTableObserver
 
@@ -40,6 +40,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     prompts = _read_prompts(args)
+    system = [{"role": "system", "content": as_text("--system", args.system)}] if args.system else []
     llm, params = load(args, log_stats=len(prompts) > 1)
     stats, steps = (
         RunStats(llm.cache_config.num_blocks),
@@ -48,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     llm.engine.add_observer(stats)
     if args.steps:
         llm.engine.add_observer(steps)
-    system = [{"role": "system", "content": args.system}] if args.system else []
     conversations = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
     error = None
     if len(prompts) == 1:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    prompts = [as_text("PROMPT", sys.stdin.read() if prompt == "-" else prompt) for prompt in args.prompts]
     if args.file is not None:
         try:
             lines = args.file.read_text(encoding="utf-8").splitlines()

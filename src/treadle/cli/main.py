@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from treadle import __version__
 from treadle.cli import EXIT_INTERRUPTED, bench, chat, explain, generate, models, serve
+from treadle.cli.console import use_any_text
 from treadle.core.errors import TreadleError
 from treadle.core.logs import show_logs
 
@@ -30,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    use_any_text()
     args = make_parser().parse_args(argv)
     try:
         show_logs("ERROR" if args.quiet else None)

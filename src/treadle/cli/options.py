@@ -98,6 +98,22 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
 
 
+def as_text(option: str, value: str) -> str:
+    """Text from the command line or from standard input, read as UTF-8 also where the locale is not.
+
+    Args:
+        option: its name, for the error.
+        value: with surrogates for bytes that Python could not decode, as in `sys.argv`.
+
+    Raises:
+        UsageError: it is not UTF-8.
+    """
+    try:
+        return value.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise UsageError(option, f"must be text in UTF-8, got {value!r} ({error})") from error
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine settings given on the command line, as keyword arguments of LLM and EngineConfig."""
     return {name.removeprefix(_PREFIX): value for name, value in vars(args).items() if name.startswith(_PREFIX)}
@@ -110,7 +126,10 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    form = {"json": _read_schema(args.json_schema), "regex": args.regex}
+    if args.stop is not None:
+        options["stop"] = [as_text("--stop", stop) for stop in args.stop]
+    regex = None if args.regex is None else as_text("--regex", args.regex)
+    form = {"json": _read_schema(args.json_schema), "regex": regex}
     given = {name: value for name, value in form.items() if value is not None}
     return {**options, "structured_outputs": given} if given else options
 
