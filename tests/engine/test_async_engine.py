@@ -113,7 +113,7 @@ def test_a_fault_of_the_scheduler_ends_every_stream(run, monkeypatch):
                 await other
         with pytest.raises(EngineError, match="the engine has failed"):
             await add("c")
-        await engine.shut_down(0)
+        await engine.shut_down()
         monkeypatch.undo()
 
     def fail(self):

@@ -48,12 +48,13 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         fields = cls.model_fields
-        if len(data) > len(fields) + MAX_UNKNOWN_FIELDS:
-            unknown = next(name for name in data if name not in fields)
-            raise InvalidRequestError(
-                unknown[:100],
-                f"is one of more than {MAX_UNKNOWN_FIELDS} unknown fields; no more than that are ignored",
-            )
+        if len(data) > MAX_UNKNOWN_FIELDS:
+            unknown = [name for name in data if name not in fields]
+            if len(unknown) > MAX_UNKNOWN_FIELDS:
+                raise InvalidRequestError(
+                    unknown[0][:100],
+                    f"is one of {len(unknown)} unknown fields; at most {MAX_UNKNOWN_FIELDS} are ignored",
+                )
         if None not in data.values():
             return data
         return {k: v for k, v in data.items() if v is not None or k not in fields or fields[k].is_required()}
