@@ -12,7 +12,7 @@ import pytest
 
 from server.conftest import PATIENCE_S, running, serving
 from treadle.server.connection import MAX_HEADER_BYTES, MAX_HEADERS, LimitedConnection
-from treadle.server.middleware import MAX_ITEMS, hosts_for
+from treadle.server.middleware import MAX_ITEMS, CheckBody, hosts_for
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +99,50 @@ def test_a_body_behind_its_answer_does_not_hold_a_connection(server, impatient):
         assert sent < 6000
 
 
+def test_blank_lines_after_an_answer_do_not_hold_a_connection(server, impatient):
+    with connected(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert status(connection.recv(2**16)) == 200
+        connection.sendall(b"\r\n")
+        rest(connection)
+
+
+def test_pipelined_requests_are_limited(server):
+    with connected(server) as connection:
+        body = json.dumps({"prompt": "Hello", "max_tokens": 500, "ignore_eos": True}).encode()
+        request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(request + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        more = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert send_until_closed(connection, more * 100, 2**24) < 2**24
+    server.wait_until_idle()
+
+
+def test_small_bodies_are_received_while_large_ones_fill_the_limit(server, monkeypatch):
+    middleware = server.app.middleware_stack
+    while not isinstance(middleware, CheckBody):
+        middleware = middleware.app if hasattr(middleware, "app") else middleware._app
+    monkeypatch.setattr(middleware, "_max_held_bytes", 100_000)
+    large = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\n\r\n" + b" " * 99_000
+    with connected(server) as connection:
+        connection.sendall(large)
+        deadline = time.monotonic() + PATIENCE_S
+        while middleware._held_bytes < 99_000:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 1}).status_code == 200
+        content = json.dumps({"prompt": "x" * 70_000, "max_tokens": 1})
+        refused = httpx2.post(server.url + "/v1/completions", content=content, timeout=PATIENCE_S)
+        assert refused.status_code == 503
+
+
+@pytest.mark.parametrize("key", ["clà", "clÅ", "clé", "😀"])
+def test_a_key_may_have_any_characters(key):
+    with running(app_options={"api_key": key}) as server:
+        for given, expected in ((key, 200), (key + "x", 401), ("x", 401)):
+            headers = {"authorization": b"Bearer " + given.encode()}
+            assert httpx2.get(server.url + "/version", headers=headers).status_code == expected
+
+
 def test_a_long_answer_may_take_longer_than_a_request(server, impatient):
     """Also with a second request behind it on the same connection."""
     body = json.dumps({"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}).encode()
@@ -151,6 +195,7 @@ def test_bodies_with_too_many_parts_are_not_parsed(server):
 def test_hosts():
     assert hosts_for("0.0.0.0") == hosts_for("192.168.0.7") == ["*"]
     assert hosts_for("127.0.0.1") == ["127.0.0.1", "localhost", "[::1]"]
+    assert hosts_for("0:0:0:0:0:0:0:1") != ["*"] != hosts_for("::ffff:127.0.0.1")
     assert hosts_for("::1") == ["[::1]", "localhost", "127.0.0.1"]
     with running(app_options={"allowed_hosts": [*hosts_for("127.0.0.1"), "*.example.com"]}) as server:
         for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:80", "[::1]:8000", "a.example.com:1", "localhost."):

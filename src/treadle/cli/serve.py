@@ -121,6 +121,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--max-body-mib", f"must be greater than 0, got {args.max_body_mib}")
     if not 0 <= args.shutdown_grace < math.inf:
         raise UsageError("--shutdown-grace", f"must be a number of seconds, at least 0, got {args.shutdown_grace}")
+    api_key = os.environ.get("TREADLE_API_KEY") if args.api_key is None else args.api_key
+    if api_key is not None and (not api_key or api_key != api_key.strip(" \t")):
+        raise UsageError(
+            "--api-key" if args.api_key is not None else "TREADLE_API_KEY",
+            "must not be empty, or begin or end with a blank",
+        )
     _check_address(args.host, args.port)
     with extra("serve", "treadle serve"):
         from treadle.server.app import create_app
@@ -136,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     app = create_app(
         build_engine(config),
         model_name=args.served_model_name or config.model,
-        api_key=args.api_key or os.environ.get("TREADLE_API_KEY"),
+        api_key=api_key,
         max_body_bytes=int(args.max_body_mib * 2**20),
         allowed_hosts=args.allowed_hosts or hosts_for(args.host),
         allowed_origins=args.allowed_origins,

@@ -86,9 +86,13 @@ class StructuredOutputsParams:
 
     @property
     def num_chars(self) -> int:
-        """Length of the given constraint, for limits; JSON counts as serialized text."""
-        given = next(value for name in KINDS if (value := getattr(self, name)) not in (None, False))
-        return len(given) if isinstance(given, str) else len(json.dumps(given, ensure_ascii=False, default=list))
+        """Length of all that is given, for limits; JSON counts as serialized text."""
+        given = [getattr(self, entry.name) for entry in fields(self)]
+        return sum(
+            len(value) if isinstance(value, str) else len(json.dumps(value, ensure_ascii=False, default=list))
+            for value in given
+            if value not in (None, False)
+        )
 
     def to_json(self) -> str:
         """All fields as a JSON object in one line."""

@@ -34,9 +34,10 @@ RETRY_AFTER_S = 1
 
 _SAFE_IN_HEADERS = "".join(map(chr, range(32, 127)))
 
-MAX_TOKENIZED_CHARS = 2**19
+MIN_TOKENIZED_CHARS = 2**16
+TOKENIZED_CHARS_PER_TOKEN = 8
+"""/tokenize takes this many characters for each token of the model's length, and at least the other."""
 MAX_DETOKENIZED = 2**17
-"""Limits of /tokenize and /detokenize, which know no length of a model."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
@@ -141,6 +142,7 @@ async def _tell_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 def _add_text(app: FastAPI, service: Service) -> None:
     tokenizer = service.tokenizer
+    one_at_a_time = asyncio.Lock()
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> JSON:
@@ -153,10 +155,9 @@ def _add_text(app: FastAPI, service: Service) -> None:
             assert request.messages is not None
             chat = ChatRequest(messages=request.messages, add_generation_prompt=request.add_generation_prompt)
             text, add_special_tokens = await render_chat(service, chat), False
-        if len(text) > MAX_TOKENIZED_CHARS:
-            raise InvalidRequestError(
-                "prompt", f"must have at most {MAX_TOKENIZED_CHARS} characters, got {len(text)}"
-            )
+        most = max(MIN_TOKENIZED_CHARS, TOKENIZED_CHARS_PER_TOKEN * service.limits.max_model_len)
+        if len(text) > most:
+            raise InvalidRequestError("prompt", f"must have at most {most} characters, got {len(text)}")
 
         def work() -> JSON:
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -165,7 +166,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
                 body["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
             return body
 
-        return await asyncio.to_thread(work)
+        async with one_at_a_time:  # the threads are those of others too
+            return await asyncio.to_thread(work)
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> JSON:

@@ -21,7 +21,7 @@ async def render_chat(service: Service, request: ChatRequest) -> RenderedChat:
     """The prompt that the model's chat template makes of the messages."""
 
     messages = flatten_content(request.messages)
-    num_chars = sum(len(message["content"]) for message in messages if isinstance(message.get("content"), str))
+    num_chars = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
     service.check_length("messages", num_chars)
 
     def render() -> RenderedChat:

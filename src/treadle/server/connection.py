@@ -21,6 +21,8 @@ MAX_HEADERS = 128
 """Limit on the number of headers."""
 MAX_CONNECTIONS = 16_384
 """Limit on open connections."""
+MAX_PIPELINED = 16
+"""Limit on the requests that wait on a connection for the answer to an earlier one."""
 RECEIVE_TIMEOUT_S = 60.0
 """Time in which a request, headers and body, must arrive, from its first byte; or the first byte of the first one."""
 STALLED_READER_S = 60.0
@@ -69,6 +71,9 @@ class LimitedConnection(HttpToolsProtocol):
         if self._is_in_headers and not self.transport.is_closing():
             self._num_raw_bytes += len(data)
             self._check_headers()
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self._receive_timer is None and not self.transport.is_closing():
+            self._start_receiving()  # blank lines between requests begin none
 
     def on_message_begin(self) -> None:
         """Start the clock of a request."""
@@ -94,6 +99,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._is_in_headers = False
         if not self.transport.is_closing():
             super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body, unless the request was refused."""

@@ -3,9 +3,11 @@
 Plain ASGI, so that streams pass through unchanged.
 """
 
+import ipaddress
 import json
 import re
 import secrets
+import socket
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
@@ -16,29 +18,27 @@ from treadle.server.responses import error_body
 MAX_ITEMS = 300_000
 """Limit on the commas, colons and opening brackets of a body: parsing it holds up all other requests."""
 MAX_HELD_BYTES = 2**28
+SMALL_BODY_BYTES = 2**16
+"""A body of this size is received even while large ones of others fill the limit."""
 
 OPEN_PATHS = frozenset({"/health", "/"})
 OPEN_FOLDER = "/page/"
 """The page is static and contains no data; it asks the user for the key and sends it with its requests."""
 
 
-_SURROGATES = re.compile(
-    rb"\\\\"  # an escaped backslash, which may stand before a 'u'
-    rb"|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..|\xed[\xa0-\xbf])",
-    re.DOTALL,
-)
-"""Pairs of surrogates, and (as group 1) halves without the other half, escaped or as bytes."""
+_HIGH, _LOW = rb"\\u[dD][89abAB]..", rb"\\u[dD][c-fC-F].."
+_LONE_SURROGATE = re.compile(rb"%s(?!%s)|(?<!%s)%s|\xed[\xa0-\xbf]" % (_HIGH, _LOW, _HIGH, _LOW), re.DOTALL)
+"""Halves of a pair without the other half, escaped or as bytes, where no escaped backslash stands before a 'u'."""
+
+_MAX_SEARCHED_BYTES = 2**14
+_MAX_SEARCHED_DEPTH = 4
 
 
 def has_lone_surrogate(body: bytes) -> bool:
     """Whether JSON text holds half a surrogate pair, which is no character and cannot be encoded."""
     if not any(start in body for start in (b"\\ud", b"\\uD", b"\xed")):
         return False
-    return any(match.group(1) is not None for match in _SURROGATES.finditer(body))
-
-
-_MAX_SEARCHED_BYTES = 2**18
-_MAX_SEARCHED_DEPTH = 4
+    return _LONE_SURROGATE.search(body.replace(b"\\\\", b"__")) is not None
 
 
 def _field_with_surrogate(body: bytes) -> str | None:
@@ -89,11 +89,10 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102
         if scope["type"] == "http" and not _is_open(scope["path"]):
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not secrets.compare_digest(
-                key.strip().encode("latin-1"),
-                self._key,  # Headers decodes as latin-1 whatever bytes there are
-            ):
+            # As bytes: Headers decodes as latin-1, where parts of UTF-8 characters are blanks.
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            scheme, _, key = given.partition(b" ")
+            if scheme.lower() != b"bearer" or not secrets.compare_digest(key.strip(b" \t"), self._key):
                 await _refuse(send, 401, "send the server's key as 'Authorization: Bearer …'", "authentication_error")
                 return
         await self._app(scope, receive, send)
@@ -108,7 +107,12 @@ def hosts_for(address: str) -> list[str]:
     On a loopback address these are its names: a web page from elsewhere whose name was made to resolve to this
     machine (DNS rebinding) asks for that name. On other addresses the server's names are unknown: any is allowed.
     """
-    is_loopback = address == "localhost" or address.startswith("127.") or address == "::1"
+    try:
+        found = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(address, None)}
+    except (OSError, ValueError):
+        return ["*"]
+    mapped = {ip.ipv4_mapped or ip if isinstance(ip, ipaddress.IPv6Address) else ip for ip in found}
+    is_loopback = all(ip.is_loopback for ip in mapped)
     if not is_loopback:
         return ["*"]
     own = f"[{address}]" if ":" in address else address
@@ -194,7 +198,7 @@ class CheckBody:
                 if num_bytes > self._max_bytes:
                     await self._too_large(send)
                     return None
-                if self._held_bytes > self._max_held_bytes:
+                if self._held_bytes > self._max_held_bytes and num_bytes > SMALL_BODY_BYTES:
                     text = "the server is receiving too many large requests; try again later"
                     await _refuse(send, 503, text, "overloaded_error")
                     return None
@@ -203,6 +207,9 @@ class CheckBody:
         finally:
             self._held_bytes -= num_bytes
         body = b"".join(parts)
+        if b"\0" in body[:4] or body.startswith((b"\xff\xfe", b"\xfe\xff")):  # json reads UTF-16 and UTF-32 too
+            await _refuse(send, 400, "the body must be JSON in UTF-8", "invalid_request_error")
+            return None
         num_items = sum(map(body.count, (b",", b":", b"[", b"{")))
         if num_items > MAX_ITEMS:
             text = f"the body holds {num_items} commas, colons and opening brackets; at most {MAX_ITEMS} are read"

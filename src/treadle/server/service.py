@@ -21,6 +21,9 @@ MAX_PROMPTS = 1024
 
 MAX_ID_CHARS = 200
 
+MAX_SEQUENCES = 4096
+"""Maximum number of answers of one HTTP request, over all its prompts."""
+
 DISCONNECT_POLL_S = 0.2
 
 
@@ -105,6 +108,10 @@ class Service:
         """
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise InvalidRequestError("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}")
+        if len(prompts) * params.n > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                "n", f"with {len(prompts)} prompts must be at most {MAX_SEQUENCES // len(prompts)}, got {params.n}"
+            )
         if self.is_stopping:
             raise EngineError("the server is shutting down")
         ids = [request_id if len(prompts) == 1 else f"{request_id}-{i}" for i in range(len(prompts))]
