@@ -143,7 +143,7 @@ class Soak:
         """Everything, in order; what fails is in `failures` and in the account's problems."""
         async with self._session() as session:
             await self._learn_controls(session)
-            await asyncio.gather(*(self._tokenize(session) for _ in range(32)))  # starts all threads of the pool
+            await asyncio.gather(*(self._too_long(session) for _ in range(32)))  # starts all threads of the pool
             await self._wait_until_idle(session)
         baseline = Sample.of(self._process.pid, 0.0)
         await self._load()
@@ -176,8 +176,9 @@ class Soak:
     async def _metrics(self, session: aiohttp.ClientSession) -> Metrics:
         return Metrics(await self._get(session, "/metrics"))
 
-    async def _tokenize(self, session: aiohttp.ClientSession) -> None:
-        async with session.post("/tokenize", json={"prompt": "sea " * 10_000}) as response:
+    async def _too_long(self, session: aiohttp.ClientSession) -> None:
+        """A request that is refused once it has been tokenized, in a thread."""
+        async with session.post("/v1/completions", json={"prompt": "sea " * 4000}) as response:
             await response.read()
 
     # The load
