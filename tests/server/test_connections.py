@@ -257,5 +257,6 @@ def test_what_is_unfinished_after_the_grace_ends_with_an_error(number):
     assert whole["answer"].json()["error"]["message"] == "the server is shutting down"
     text = "".join(log)
     assert "Traceback" not in text
-    assert "waiting up to" in text
-    assert "press Ctrl-C again" in text
+    if number == signal.SIGTERM:  # of two signals at once, the second may end the wait before it is announced
+        assert "waiting up to" in text
+        assert "press Ctrl-C again" in text
