@@ -17,6 +17,8 @@ from treadle.server.responses import error_body
 
 MAX_ITEMS = 300_000
 """Limit on the commas, colons and opening brackets of a body: parsing it holds up all other requests."""
+MAX_ESCAPES = 500_000
+"""Limit on the backslashes of a body, for the same reason."""
 MAX_HELD_BYTES = 2**28
 SMALL_BODY_BYTES = 2**16
 """A body of this size is received even while large ones of others fill the limit."""
@@ -213,6 +215,10 @@ class CheckBody:
         num_items = sum(map(body.count, (b",", b":", b"[", b"{")))
         if num_items > MAX_ITEMS:
             text = f"the body holds {num_items} commas, colons and opening brackets; at most {MAX_ITEMS} are read"
+            await _refuse(send, 400, text, "invalid_request_error")
+            return None
+        if (num_escapes := body.count(b"\\")) > MAX_ESCAPES:
+            text = f"the body holds {num_escapes} backslashes; at most {MAX_ESCAPES} are read. Send text as UTF-8"
             await _refuse(send, 400, text, "invalid_request_error")
             return None
         if has_lone_surrogate(body):
