@@ -99,9 +99,9 @@ def test_the_process_is_reused_and_replaced_after_a_crash(compiler):
     for grammar in ('start: "a"', 'start: "b"', chain(4000), 'start: "c"', 'start: "d"'):
         try:
             compiler.compile(StructuredOutputsParams(grammar=grammar))
-            pids.append(compiler.process.process.pid)
+            pids.append(compiler.process.pid)
         except InvalidRequestError:
-            assert compiler.process.process.pid is None
+            assert compiler.process.pid is None
     assert pids[0] == pids[1]
     assert pids[1] != pids[2]
     assert pids[2] == pids[3]
@@ -109,24 +109,24 @@ def test_the_process_is_reused_and_replaced_after_a_crash(compiler):
 
 def test_a_killed_process_is_replaced(compiler):
     compiler.compile(StructuredOutputsParams(regex="a"))
-    process = compiler.process.process._process
+    process = compiler.process._process
     process.kill()
     process.wait()
     compiler.compile(StructuredOutputsParams(regex="b"))
-    assert compiler.process.process.pid != process.pid
+    assert compiler.process.pid != process.pid
 
 
 def test_a_process_that_does_not_answer_is_replaced(compiler, monkeypatch):
     compiler.compile(StructuredOutputsParams(regex="a"))
-    pid = compiler.process.process.pid
+    pid = compiler.process.pid
     os.kill(pid, signal.SIGSTOP)
-    limited = compiler.process.process
+    limited = compiler.process
     monkeypatch.setattr(limited, "limits", replace(limited.limits, wall_s=0.2))
     with pytest.raises(InvalidRequestError, match="to compile; simplify"):
         compiler.compile(StructuredOutputsParams(regex="b"))
     monkeypatch.undo()
     compiler.compile(StructuredOutputsParams(regex="b"))
-    assert compiler.process.process.pid != pid
+    assert compiler.process.pid != pid
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_grammar_that_takes_too_long_is_refused(compiler):
 def test_known_grammars_do_not_wait_for_new_ones(compiler):
     """While the process is stopped, grammars that it compiled before are still available."""
     known = compiler.compile(StructuredOutputsParams(regex="a"))
-    pid = compiler.process.process.pid
+    pid = compiler.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         new = compiler.submit(StructuredOutputsParams(regex="b"))
@@ -170,7 +170,7 @@ from treadle.text.grammar import GrammarCompiler
 model = load_path(find_model(DEFAULT_MODEL))
 compiler = GrammarCompiler(model.tokenizer, model.config.vocab_size, model.eos_token_ids)
 compiler.compile(StructuredOutputsParams(regex="a"))
-print(compiler.process.process.pid, flush=True)
+print(compiler.process.pid, flush=True)
 input()
 """
 
@@ -211,4 +211,4 @@ def test_a_tokenizer_that_grammars_cannot_use(tiny):
     process = grammar_process.GrammarProcess(tiny.loaded.tokenizer, tiny.loaded.config.vocab_size, [2])
     with pytest.raises(InvalidRequestError, match="structured_outputs: are not possible with this model's tokenizer"):
         process.compile('{"regex": "a"}')
-    assert process.process.pid is None
+    assert process.pid is None

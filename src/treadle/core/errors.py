@@ -76,3 +76,8 @@ class Overloaded(TreadleError, RuntimeError):  # noqa: N818 - a state of the eng
 
 class EngineError(TreadleError, RuntimeError):
     """The engine failed while it served a request."""
+
+
+def cut(text: str, most: int) -> str:
+    """`text`, or its first `most` characters and an ellipsis."""
+    return text if len(text) <= most else text[:most] + " …"

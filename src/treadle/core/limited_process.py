@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.core.errors import EngineError
+from treadle.core.errors import EngineError, cut
 
 MAX_START_S = 60.0
 READ_BYTES = 2**18
@@ -204,7 +204,7 @@ def _work(prepare: Callable[[Any], Work], limits: Limits, lines: "queue.SimpleQu
     try:
         work = prepare(json.loads(lines.get()))
     except BaseException as error:  # panics of extensions among them
-        answer = {"failed": _short(str(error)) or type(error).__name__}
+        answer = {"failed": cut(str(error), MAX_ERROR_CHARS) or type(error).__name__}
     while True:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
@@ -217,7 +217,7 @@ def _work(prepare: Callable[[Any], Work], limits: Limits, lines: "queue.SimpleQu
         except MemoryError:
             answer = {"exceeded": f"takes more than {limits.num_bytes >> 20} MiB"}
         except BaseException as error:  # panics of extensions among them
-            answer = {"failed": _short(str(error)) or f"cannot be read ({type(error).__name__})"}
+            answer = {"failed": cut(str(error), MAX_ERROR_CHARS) or f"cannot be read ({type(error).__name__})"}
 
 
 def _limit(limits: Limits) -> None:
@@ -234,7 +234,3 @@ def _limit(limits: Limits) -> None:
         num_bytes = pages * resource.getpagesize() + limits.num_bytes
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes if most < 0 else min(num_bytes, most), most))
-
-
-def _short(message: str) -> str:
-    return message if len(message) <= MAX_ERROR_CHARS else message[:MAX_ERROR_CHARS] + " …"

@@ -11,6 +11,7 @@ from treadle.engine.async_engine import RequestStream
 from treadle.server.protocol import GenerationRequest
 from treadle.server.responses import JSON, finish_fields, sse, usage
 from treadle.server.service import Service, interleave
+from treadle.text.token_texts import TokenTexts
 
 R = TypeVar("R", bound=GenerationRequest)
 
@@ -35,6 +36,7 @@ class Call(ABC, Generic[R]):
         self._service = service
         self._request = request
         self._created = int(time.time())
+        self._texts: dict[int, TokenTexts] = {}
         self.id = service.new_id(id_prefix, request.request_id)
 
     async def stream(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
@@ -76,6 +78,13 @@ class Call(ABC, Generic[R]):
     def _opening(self, index: int) -> Sequence[JSON]:
         """The choices to send before the first token of a choice."""
         return ()
+
+    def _texts_of(self, index: int) -> TokenTexts:
+        """What follows the text of a choice, for its log-probabilities."""
+        if index not in self._texts:
+            skips = self._request.skip_special_tokens
+            self._texts[index] = TokenTexts(self._service.tokenizer, skip_special_tokens=skips)
+        return self._texts[index]
 
     @abstractmethod
     def _delta(self, index: int, completion: CompletionOutput) -> JSON:

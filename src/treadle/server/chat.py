@@ -14,7 +14,6 @@ from treadle.server.responses import JSON, chat_logprobs, finish_fields, prompt_
 from treadle.server.service import Service
 from treadle.text.chat_template import RenderedChat
 from treadle.text.template_process import process
-from treadle.text.token_texts import TokenTexts
 
 
 async def render_chat(service: Service, request: ChatRequest) -> RenderedChat:
@@ -47,7 +46,6 @@ class Chat(Call[ChatRequest]):
     def __init__(self, service: Service, request: ChatRequest) -> None:
         super().__init__(service, request, "chatcmpl")
         self._num_top = request.top_logprobs or 0
-        self._texts: dict[int, TokenTexts] = {}  # of each choice
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequestError("top_logprobs", "requires logprobs=true")
         most = service.limits.max_logprobs
@@ -109,8 +107,4 @@ class Chat(Call[ChatRequest]):
     def _logprobs(self, completion: CompletionOutput) -> JSON | None:
         if not self._request.logprobs or completion.logprobs is None:
             return None
-        texts = self._texts.get(completion.index)
-        if texts is None:
-            skips = self._request.skip_special_tokens
-            texts = self._texts[completion.index] = TokenTexts(self._service.tokenizer, skip_special_tokens=skips)
-        return chat_logprobs(completion.logprobs, self._num_top, texts)
+        return chat_logprobs(completion.logprobs, self._num_top, self._texts_of(completion.index))

@@ -44,7 +44,6 @@ class Completion(Call[CompletionRequest]):
                     "best_of", "cannot be streamed: the best sequences are known only at the end"
                 )
             self._num_generated = request.best_of
-        self._texts: dict[int, TokenTexts] = {}  # of each choice
         # An echo without output: the engine generates one token, which is not returned.
         self._tells_output = not (request.echo and request.max_tokens == 0)
 
@@ -120,10 +119,7 @@ class Completion(Call[CompletionRequest]):
         request = self._request
         if request.logprobs is None or completion.logprobs is None:
             return None
-        texts = self._texts.get(index)
-        if texts is None:
-            skips = request.skip_special_tokens
-            texts = self._texts[index] = TokenTexts(self._service.tokenizer, skip_special_tokens=skips)
+        texts = self._texts_of(index)
         return completion_logprobs(completion.logprobs, completion.token_ids, request.logprobs, texts, offset)
 
     def _prompt_logprobs(self, prompt: str, output: RequestOutput) -> JSON:

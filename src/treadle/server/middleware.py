@@ -8,11 +8,13 @@ import json
 import re
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from treadle.core.metadata import is_text
 from treadle.server.responses import error_body
 
 MAX_ITEMS = 300_000
@@ -33,7 +35,7 @@ _LONE_SURROGATE = re.compile(rb"%s(?!%s)|(?<!%s)%s|\xed[\xa0-\xbf]" % (_HIGH, _L
 """Halves of a pair without the other half, escaped or as bytes, where no escaped backslash stands before a 'u'."""
 
 _MAX_SEARCHED_BYTES = 2**14
-_MAX_SEARCHED_DEPTH = 4
+_MAX_SHOWN_DEPTH = 4
 
 
 def has_lone_surrogate(body: bytes) -> bool:
@@ -51,22 +53,26 @@ def _field_with_surrogate(body: bytes) -> str | None:
     if len(body) > _MAX_SEARCHED_BYTES:
         return None
     try:
-        value = json.loads(body)
+        path = _path_to_surrogate(json.loads(body))
     except (ValueError, RecursionError):
         return None
-    path: list[str] = []
-    while isinstance(value, (dict, list)) and len(path) < _MAX_SEARCHED_DEPTH:
+    return ".".join((path or [])[:_MAX_SHOWN_DEPTH]) or None
+
+
+def _path_to_surrogate(value: Any) -> list[str] | None:
+    """Names and places that lead to the first text that is not Unicode, or to the object with such a name."""
+    if isinstance(value, str):
+        return None if is_text(value) else []
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, (dict, list)):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in entries:
-            if isinstance(key, str) and has_lone_surrogate(json.dumps(key).encode()):
-                return ".".join(path) or None
-            if has_lone_surrogate(json.dumps(inner).encode()):
-                path.append(str(key))
-                value = inner
-                break
-        else:
-            return None
-    return ".".join(path) or None
+    for key, inner in entries:
+        if isinstance(key, str) and not is_text(key):
+            return []
+        path = _path_to_surrogate(inner)
+        if path is not None:
+            return [str(key), *path]
+    return None
 
 
 async def _refuse(send: Send, status: int, message: str, kind: str, field: str | None = None) -> None:

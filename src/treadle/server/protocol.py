@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from treadle.core.errors import InvalidRequestError
 from treadle.core.sampling_params import SamplingParams
 from treadle.core.structured_outputs import StructuredOutputsParams
-from treadle.text.input_processor import MAX_NAME_CHARS, RequestOptions
+from treadle.text.input_processor import RequestOptions, check_name
 
 logger = logging.getLogger("treadle")
 
@@ -45,19 +45,22 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_the_default(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or None not in data.values():
             return data
         fields = cls.model_fields
-        if len(data) > MAX_UNKNOWN_FIELDS:
-            unknown = [name for name in data if name not in fields]
+        return {k: v for k, v in data.items() if v is not None or k not in fields or fields[k].is_required()}
+
+    @model_validator(mode="before")  # the last one runs first
+    @classmethod
+    def _count_unknown_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_UNKNOWN_FIELDS:
+            unknown = [name for name in data if name not in cls.model_fields]
             if len(unknown) > MAX_UNKNOWN_FIELDS:
                 raise InvalidRequestError(
                     unknown[0][:100],
                     f"is one of {len(unknown)} unknown fields; at most {MAX_UNKNOWN_FIELDS} are ignored",
                 )
-        if None not in data.values():
-            return data
-        return {k: v for k, v in data.items() if v is not None or k not in fields or fields[k].is_required()}
+        return data
 
 
 class StreamOptions(Body):
@@ -165,8 +168,7 @@ class GenerationRequest(Body):
 
     def options(self) -> RequestOptions:
         """The scheduling options of the request."""
-        if self.user is not None and len(self.user) > MAX_NAME_CHARS:
-            raise InvalidRequestError("user", f"must have at most {MAX_NAME_CHARS} characters, got {len(self.user)}")
+        check_name("user", self.user or "")
         return RequestOptions(
             priority=self.priority, tenant=self.tenant or self.user or "", deadline_s=self.deadline_s
         )

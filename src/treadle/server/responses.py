@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from treadle.core.errors import cut
 from treadle.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from treadle.text.token_texts import TokenTexts
 
@@ -48,12 +49,8 @@ def usage_of(outputs: Iterable[RequestOutput]) -> JSON:
 def error_body(message: str, kind: str, param: str | None = None, code: str | int | None = None) -> JSON:
     """OpenAI's error object; long messages and names, which quote a request, are cut."""
     if param is not None:
-        param = _cut(param, MAX_FIELD_CHARS)
-    return {"error": {"message": _cut(message, MAX_MESSAGE_CHARS), "type": kind, "param": param, "code": code}}
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[:most] + " …"
+        param = cut(param, MAX_FIELD_CHARS)
+    return {"error": {"message": cut(message, MAX_MESSAGE_CHARS), "type": kind, "param": param, "code": code}}
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], num_top: int, texts: TokenTexts) -> JSON:

@@ -152,7 +152,7 @@ class GrammarCompiler:
             try:
                 answer = _Answer(self.process.compile(key), None)
             except InvalidRequestError as error:
-                if self.process.process.pid is None:  # it may have been the machine's fault: not to be remembered
+                if self.process.pid is None:  # it may have been the machine's fault: not to be remembered
                     raise
                 answer = _Answer(None, error.problem)
             self._answers[key] = answer

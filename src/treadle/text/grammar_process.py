@@ -12,7 +12,7 @@ LIMITS = Limits(cpu_s=3, wall_s=20.0, num_bytes=512 * 2**20, stack_bytes=8 * 2**
 """The stack bounds how deep a grammar may be nested. The parent must have more."""
 
 
-class GrammarProcess:
+class GrammarProcess(LimitedProcess):
     """The parent's end. Not thread-safe.
 
     Args:
@@ -22,9 +22,9 @@ class GrammarProcess:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
+        super().__init__(Path(__file__), LIMITS)
         self._tokenizer = tokenizer
         self._vocabulary_args = (vocab_size, eos_token_ids)
-        self.process = LimitedProcess(Path(__file__), LIMITS)
 
     def compile(self, params: str) -> str:
         """Check that a grammar can be compiled.
@@ -40,13 +40,13 @@ class GrammarProcess:
                 tokenizer.
             EngineError: no process could be started.
         """
-        if self.process.pid is None:
+        if self.pid is None:
             try:
-                self.process.start([self._tokenizer.backend.to_str(), *self._vocabulary_args])
+                self.start([self._tokenizer.backend.to_str(), *self._vocabulary_args])
             except WorkFailed as error:
                 raise InvalidRequestError(FIELD, f"are not possible with this model's tokenizer ({error})") from None
         try:
-            text: str = self.process.ask(params)["text"]
+            text: str = self.ask(params)["text"]
         except WorkFailed as error:
             raise InvalidRequestError(FIELD, str(error)) from None
         except LimitExceeded as error:

@@ -38,6 +38,12 @@ MAX_NAME_CHARS = 512
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
+def check_name(field: str, name: str) -> None:
+    """Raise InvalidRequestError if the name in `field` is too long."""
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidRequestError(field, f"must have at most {MAX_NAME_CHARS} characters, got {len(name)}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOptions:
     """Scheduling options of a request.
@@ -61,10 +67,7 @@ class RequestOptions:
             raise InvalidRequestError("priority", f"must be between -2**53 and 2**53, got {self.priority}")
         if not isinstance(self.tenant, str):
             raise InvalidRequestError("tenant", f"must be a string, got {self.tenant!r}")
-        if len(self.tenant) > MAX_NAME_CHARS:
-            raise InvalidRequestError(
-                "tenant", f"must have at most {MAX_NAME_CHARS} characters, got {len(self.tenant)}"
-            )
+        check_name("tenant", self.tenant)
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise InvalidRequestError("deadline_s", f"must be greater than 0, got {self.deadline_s!r}")
         if self.lora_request is not None and not isinstance(self.lora_request, LoRARequest):
@@ -227,10 +230,7 @@ def _parse(prompt: Any) -> _ParsedPrompt:
         cache_salt = prompt.get("cache_salt")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidRequestError("cache_salt", f"must be a non-empty string, got {cache_salt!r}")
-        if cache_salt is not None and len(cache_salt) > MAX_NAME_CHARS:
-            raise InvalidRequestError(
-                "cache_salt", f"must have at most {MAX_NAME_CHARS} characters, got {len(cache_salt)}"
-            )
+        check_name("cache_salt", cache_salt or "")
         if "prompt" in prompt:
             prompt = prompt["prompt"]
             if not isinstance(prompt, str):

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,8 +26,7 @@ class TemplateProcess:
         self._process = LimitedProcess(Path(__file__), LIMITS)
         self._lock = threading.Lock()
         self._known: dict[tuple[str, tuple[str, ...]], int] = {}  # their numbers in the process
-        self._start_lock = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "treadle-templates")  # starts when it has work
 
     def render(
         self, source: str, control_tokens: Sequence[str], messages: Any, variables: Any, own: Any
@@ -74,10 +74,7 @@ class TemplateProcess:
 
     def submit(self, function: Callable[..., T], *args: Any) -> "Future[T]":
         """Call `function`, which renders, in the thread that waits for this process."""
-        with self._start_lock:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "treadle-templates")
-            return self._thread.submit(function, *args)
+        return self._thread.submit(function, *args)
 
 
 process = TemplateProcess()
@@ -87,13 +84,14 @@ process = TemplateProcess()
 def _prepare(setup: Any) -> Work:
     from treadle.text.template_library import Marker, Words, compile_template
 
+    compile_once = cache(compile_template)  # a model's template comes without control tokens first, then with them
     templates: dict[int, tuple[Any, Marker]] = {}
 
     def work(asked: Any) -> dict[str, Any]:
         number, what, given = asked
         if what == "compile":
             source, control_tokens = given
-            templates[number] = compile_template(source), Marker(control_tokens)
+            templates[number] = compile_once(source), Marker(control_tokens)
             return {}
         template, marker = templates[number]
         words = Words()
