@@ -1,4 +1,4 @@
-"""Without `num_threads`, a backend uses at most as many threads as the process may use processors."""
+"""Without `num_threads`, a backend uses a thread for each core that the process may use."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ OPTIONS = {"num_kv_blocks": 60, "max_num_seqs": 6, "swap_space": 0.0001, "log_st
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_a_cpu_quota_lowers_the_default_number_of_threads(tmp_path, monkeypatch, kernels):
+def test_the_default_number_of_threads_is_lowered_by_quotas_and_omp_num_threads(tmp_path, monkeypatch, kernels):
     before = torch.get_num_threads()
     make_model("tiny", tmp_path)
     try:
-        torch.set_num_threads(3)
-        monkeypatch.setattr(cpus.os, "sched_getaffinity", lambda pid: set(range(8)))
-        for quotas, threads in (([], 3), ([1.2], 2)):
+        monkeypatch.setattr(cpus.os, "sched_getaffinity", lambda pid: set(range(900, 908)))
+        for quotas, limit, threads in (([], "3", 3), ([1.2], "3", 2), ([], "", 8), ([], "many", 8)):
             monkeypatch.setattr(cpus, "cpu_quotas", lambda quotas=quotas: quotas)
+            monkeypatch.setenv("OMP_NUM_THREADS", limit)
             engine = LLM(str(tmp_path), cpu_kernels=kernels, **OPTIONS).engine
             assert engine.runner.backend.num_threads == threads
     finally:

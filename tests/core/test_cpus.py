@@ -57,3 +57,18 @@ def test_the_cpu_count_is_the_minimum_of_affinity_and_rounded_up_quotas(monkeypa
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setattr(cpus, "cpu_quotas", lambda: iter(quotas))
     assert cpus.available_cpus() == count
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quotas", "count"),
+    [({0, 1, 2, 3}, [], 2), ({0, 3}, [], 2), ({0, 2}, [], 1), ({0, 1, 5}, [], 3), ({0, 1}, [1.0], 1)],
+)
+def test_processors_that_share_a_core_count_once(monkeypatch, tmp_path, allowed, quotas, count):
+    siblings = {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}  # of 5 nothing is known
+    write(
+        tmp_path,
+        {f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{s}\n" for i, s in siblings.items()},
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
+    monkeypatch.setattr(cpus, "cpu_quotas", lambda: iter(quotas))
+    assert cpus.available_cores(tmp_path) == count

@@ -41,7 +41,6 @@ def native_library(build=None):
 @cache
 def native_ops(build):
     """Return the library of ops.cpp for a build, whose functions run one operation of the kernels each."""
-    native_library(build)  # loads torch's OpenMP library, so that all use the same threads
     dll = ctypes.CDLL(str(library_path(build, FLAGS, Path(__file__).with_name("ops.cpp"))))
     for name, arguments in OPS.items():
         getattr(dll, name).argtypes = arguments

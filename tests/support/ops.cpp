@@ -15,11 +15,10 @@ void run_linear(const Weights& w, bool is_int8, const float* x, int rows, int co
   const Activations a = buffer.get(rows, w.k, is_int8);
   float* values = padded.get(size_t(rows) * w.k);
   for (int r = 0; r < rows; ++r) std::memcpy(values + size_t(r) * w.k, x + size_t(r) * columns, columns * sizeof(float));
-#pragma omp parallel num_threads(threads)
-  {
-    narrow_rows(a, values, rows);
-    gemm(w, a, rows, omp_get_num_threads(), epilogue);
-  }
+  Pool::instance().run(threads, [&](Team team) {
+    narrow_rows(team, a, values, rows);
+    gemm(team, w, a, rows, epilogue);
+  });
 }
 
 }  // namespace

@@ -74,7 +74,7 @@ class EngineConfig(SchedulingSettings):
         choices=CPU_KERNELS,
     )
     num_threads: int | None = _model(
-        None, "threads for computing on a CPU", low=1, high=1024, default_text="all CPUs the process may use"
+        None, "threads for computing on a CPU", low=1, high=1024, default_text="all cores the process may use"
     )
     block_size: int = _cache(16, "tokens of a KV block", low=1, high=2**16)
     num_kv_blocks: int | None = _cache(

@@ -1,6 +1,7 @@
-"""Whether this process may compute: after a fork, the threads of OpenMP that its parent used are missing.
+"""Whether this process may compute: after a fork, the threads that its parent computed with are missing.
 
-A parallel loop in the child would wait for them for ever, also that of an engine that the child has made itself.
+A parallel loop of torch's in the child would wait for them for ever, also that of an engine that the child has made
+itself.
 """
 
 import os

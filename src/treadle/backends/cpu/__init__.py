@@ -87,13 +87,14 @@ def open(
     """
     build = _build(settings)
     assert build is not None
+    threads = settings.num_threads or default_num_threads()
     model = NativeModel(
         spec,
         weights,
         library=load_library(build),
         int8=settings.int8_weights,
         max_model_len=settings.max_model_len,
+        threads=threads,
         on_progress=on_progress,
     )
-    threads = settings.num_threads or default_num_threads()
     return CPUBackend(model, block_size=settings.block_size, int8_kv=settings.int8_kv, threads=threads)

@@ -38,7 +38,7 @@ BUILDS: dict[str, tuple[str, ...]] = {
 """Builds of the kernels, best first, and the processor features (as Linux names them) that each needs."""
 
 # Without contraction and fast-math the order of every sum is the source's (docs/determinism.md).
-_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
+_FLAGS = ("-O3", "-std=c++20", "-pthread", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 _COMPILE_TIMEOUT_S = 300
 _VERSION_TIMEOUT_S = 20
 _LOAD_TIMEOUT_S = 60

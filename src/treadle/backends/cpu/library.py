@@ -119,16 +119,16 @@ class _AbiEntry(Structure):
 # Of each function: its result, and its arguments. Pointers to arrays are plain addresses.
 _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     "treadle_abi": (POINTER(_AbiEntry), []),
-    "treadle_pack_bf16": (None, [c_void_p, c_int32, c_int32, c_void_p]),
-    "treadle_pack_int8": (None, [c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
+    "treadle_pack_bf16": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32]),
+    "treadle_pack_int8": (None, [c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_int32]),
     "treadle_create": (c_void_p, [POINTER(ModelStruct), POINTER(KVCacheStruct)]),
     "treadle_destroy": (None, [c_void_p]),
     "treadle_forward": (c_int32, [c_void_p, POINTER(StepStruct)]),
     "treadle_logits": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32]),
     "treadle_block_bytes": (c_int64, [POINTER(KVCacheStruct)]),
-    "treadle_draw": (None, [POINTER(DrawsStruct)]),
-    "treadle_report": (None, [POINTER(ReportsStruct)]),
-    "treadle_penalize": (None, [POINTER(PenaltiesStruct)]),
+    "treadle_draw": (c_int32, [POINTER(DrawsStruct)]),
+    "treadle_report": (c_int32, [POINTER(ReportsStruct)]),
+    "treadle_penalize": (c_int32, [POINTER(PenaltiesStruct)]),
 }
 
 
@@ -172,7 +172,8 @@ class Library:
             function.restype, function.argtypes = result, arguments
         self._check_abi(path)
         self.dll.treadle_create.errcheck = _check_created
-        self.dll.treadle_forward.errcheck = self.dll.treadle_logits.errcheck = _check_status
+        for name in ("forward", "logits", "draw", "report", "penalize"):
+            getattr(self.dll, f"treadle_{name}").errcheck = _check_status
 
     def _check_abi(self, path: str) -> None:
         compiled = {}
@@ -189,13 +190,15 @@ class Library:
         n, k = round_up(rows, PANEL), round_up(columns, GROUP)
         return round_up(n * k * (1 if int8 else 2), GROUP) + (round_up(n * 4, GROUP) if int8 else 0)
 
-    def pack(self, weight: FloatArray, data: npt.NDArray[np.uint8], scales: FloatArray | None) -> None:
+    def pack(
+        self, weight: FloatArray, data: npt.NDArray[np.uint8], scales: FloatArray | None, threads: int = 1
+    ) -> None:
         """Pack float32 [rows, columns] into `data`; as int8 if there are `scales` [padded rows] to fill."""
         rows, columns = weight.shape
         if scales is None:
-            self.dll.treadle_pack_bf16(pointer(weight), rows, columns, pointer(data))
+            self.dll.treadle_pack_bf16(pointer(weight), rows, columns, pointer(data), threads)
         else:
-            self.dll.treadle_pack_int8(pointer(weight), rows, columns, pointer(data), pointer(scales))
+            self.dll.treadle_pack_int8(pointer(weight), rows, columns, pointer(data), pointer(scales), threads)
 
     def kv_block_bytes(self, kv: Structure) -> int:
         """Bytes of one KV block, all layers."""
@@ -223,9 +226,6 @@ def _check_status(status: Any, function: Any, arguments: Any) -> Any:
 @cache
 def load_library(build: str, extra_flags: tuple[str, ...] = ()) -> Library:
     """The kernels of `build`, compiled if need be; KernelBuildError if that fails."""
-    # torch's OpenMP library must be there first: the kernels then share its threads.
-    import torch  # noqa: F401
-
     return Library(str(library_path(build, extra_flags)), build)
 
 

@@ -80,6 +80,7 @@ class NativeModel:
         library: the kernels.
         int8: whether weights are int8 with a scale per output channel, otherwise bfloat16.
         max_model_len: positions that the rotary tables cover.
+        threads: number of threads that pack the weights.
         on_progress: called with a number from 0 to 1 while weights are read.
 
     Raises:
@@ -95,6 +96,7 @@ class NativeModel:
         library: Library,
         int8: bool,
         max_model_len: int,
+        threads: int = 1,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
         reason = why_not_native(config)
@@ -103,6 +105,7 @@ class NativeModel:
         self.config = config
         self.library = library
         self.int8 = int8
+        self._threads = threads
         self._weights = weights
         self._arena = Arena(self._num_bytes())
         self._kept: list[FloatArray] = []  # arrays outside the arena that the structures point to
@@ -210,7 +213,7 @@ class NativeModel:
         n, k = round_up(weight.shape[0], PANEL), round_up(weight.shape[1], GROUP)
         data = self._arena.take(n * k * (1 if self.int8 else 2))
         scales = self._arena.take(n * 4).view(np.float32) if self.int8 else None
-        self.library.pack(weight.contiguous().numpy(), data, scales)
+        self.library.pack(weight.contiguous().numpy(), data, scales, self._threads)
         bias_at = None if bias is None else self._padded(bias, n)
         return WeightsStruct(pointer(data), pointer(scales), bias_at, n, k)
 

@@ -1,6 +1,7 @@
 // The left-hand side of a matrix product: rows of activations, narrowed to the type that the weights require.
 #pragma once
 #include "pack.h"
+#include "pool.h"
 
 namespace treadle {
 
@@ -38,12 +39,15 @@ inline void narrow_group(const Activations& x, int row, int g, const float* valu
   x.corrections[at] = -WEIGHT_BIAS * reduce_add_int(sum);
 }
 
-// Rows of floats [rows, k] → activations. The work is shared among the threads of a team.
-inline void narrow_rows(const Activations& x, const float* values, int rows) {
+constexpr int GROUPS_AT_ONCE = 16;  // groups that a thread claims, so that the claim costs little
+
+// Rows of floats [rows, k] → activations.
+inline void narrow_rows(Team& team, const Activations& x, const float* values, int rows) {
   const int groups = x.k / GROUP;
-#pragma omp for schedule(static)
-  for (int item = 0; item < rows * groups; ++item)
-    narrow_group(x, item / groups, item % groups, values + size_t(item) * GROUP);
+  team.loop(
+      rows * groups,
+      [&](int item) { narrow_group(x, item / groups, item % groups, values + size_t(item) * GROUP); },
+      GROUPS_AT_ONCE);
 }
 
 }  // namespace treadle

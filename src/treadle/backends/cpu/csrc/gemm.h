@@ -108,22 +108,21 @@ inline void tile(const Weights& w, const Activations& x, int panel, int row, int
   }
 }
 
-// The product for all rows. The work is shared among the threads of a team: a thread takes neighbouring panels,
-// each for all rows, so that weights are read once; if there are too few panels, rows are divided as well.
+// The product for all rows. A thread's share is neighbouring panels, each for all rows, so that weights are read
+// once; if there are too few panels, rows are divided as well.
 //
 // epilogue(row, rows, panel, tile): takes [rows, 32] sums, bias not yet added.
 template <class Epilogue>
-inline void gemm(const Weights& w, const Activations& x, int rows, int threads, const Epilogue& epilogue) {
+inline void gemm(Team& team, const Weights& w, const Activations& x, int rows, const Epilogue& epilogue) {
   if (rows == 0) return;
   const int panels = w.n / PANEL;
   const int most = x.is_int8 ? ROWS_INT8 : ROWS_BF16;
   const int tiles = (rows + most - 1) / most;
   int splits = 1;
-  while (splits < tiles && panels * splits < 4 * threads) ++splits;
+  while (splits < tiles && panels * splits < 4 * team.threads()) ++splits;
   const size_t size = panel_bytes(w.k, x.is_int8);
   const int steps = x.k / (x.is_int8 ? 4 : 2);
-#pragma omp for schedule(static)
-  for (int item = 0; item < panels * splits; ++item) {
+  team.loop(panels * splits, [&](int item) {
     const int panel = item / splits, split = item % splits;
     const int first = tiles * split / splits, last = tiles * (split + 1) / splits;
     const int step = int((size / steps + (last - first) - 1) / (last - first));
@@ -135,7 +134,7 @@ inline void gemm(const Weights& w, const Activations& x, int rows, int threads, 
       tile(w, x, panel, row, end - row, out, Ahead{next + size_t(t - first) * steps * step, step});
       epilogue(row, end - row, panel, out);
     }
-  }
+  });
 }
 
 // Epilogues.

@@ -5,7 +5,7 @@
 //   bfloat16: [n/32][k/2][32][2]      int8: [n/32][k/4][32][4], a scale per output
 // n is padded to a multiple of 32 and k to one of 64, with zeros.
 #pragma once
-#include "simd.h"
+#include "pool.h"
 
 namespace treadle {
 
@@ -24,25 +24,29 @@ struct Weights {
 
 inline size_t panel_bytes(int k, bool is_int8) { return size_t(PANEL) * k * (is_int8 ? 1 : 2); }
 
+// Run f(panel) for the panels of a matrix of `rows` rows.
+template <class F>
+inline void for_panels(int rows, int threads, const F& f) {
+  Pool::instance().run(threads, [&](Team team) { team.loop(int(round_up(rows, PANEL) / PANEL), f); });
+}
+
 // source: [rows, columns] floats → data of the padded size.
-inline void pack_bf16(const float* source, int rows, int columns, bf16* data) {
+inline void pack_bf16(const float* source, int rows, int columns, bf16* data, int threads) {
   const int64_t k = round_up(columns, GROUP);
-#pragma omp parallel for
-  for (int panel = 0; panel < round_up(rows, PANEL) / PANEL; ++panel) {
+  for_panels(rows, threads, [&](int panel) {
     bf16* out = data + size_t(panel) * PANEL * k;
     std::memset(out, 0, size_t(PANEL) * k * sizeof(bf16));
     for (int c = 0; c < PANEL && panel * PANEL + c < rows; ++c) {
       const float* row = source + size_t(panel * PANEL + c) * columns;
       for (int i = 0; i < columns; ++i) out[((i / 2) * PANEL + c) * 2 + i % 2] = float_to_bf16(row[i]);
     }
-  }
+  });
 }
 
 // Symmetric, one scale per row: w ≈ scale × round(w / scale), scale = max |w| / 127.
-inline void pack_int8(const float* source, int rows, int columns, int8_t* data, float* scales) {
+inline void pack_int8(const float* source, int rows, int columns, int8_t* data, float* scales, int threads) {
   const int64_t k = round_up(columns, GROUP);
-#pragma omp parallel for
-  for (int panel = 0; panel < round_up(rows, PANEL) / PANEL; ++panel) {
+  for_panels(rows, threads, [&](int panel) {
     int8_t* out = data + size_t(panel) * PANEL * k;
     std::memset(out, WEIGHT_BIAS, size_t(PANEL) * k);
     for (int c = 0; c < PANEL; ++c) {
@@ -60,7 +64,7 @@ inline void pack_int8(const float* source, int rows, int columns, int8_t* data, 
           out[((i + j) / 4 * PANEL + c) * 4 + (i + j) % 4] = int8_t(narrow[j] + WEIGHT_BIAS);
       }
     }
-  }
+  });
 }
 
 // Row `index` of the matrix as floats: an embedding that is also the output projection is stored only once.

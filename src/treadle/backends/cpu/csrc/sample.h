@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "simd.h"
+#include "pool.h"
 
 namespace treadle {
 
@@ -240,17 +240,20 @@ class RowSampler {
   std::vector<float> few_;
 };
 
+// Run f(scratch, i) for rows i from 0 to `rows`; each thread has a copy of `scratch` to itself.
+template <class Scratch, class F>
+inline void for_rows(int rows, int threads, const Scratch& scratch, const F& f) {
+  threads = std::max(1, std::min(rows, threads));
+  std::vector<Scratch> scratches(threads, scratch);
+  Pool::instance().run(threads, [&](Team team) { team.queue(rows, [&](int i) { f(scratches[team.thread()], i); }); });
+}
+
 inline void draw_rows(const Draws& d) {
-#pragma omp parallel num_threads(d.threads) if (d.rows > 1)
-  {
-    RowSampler sampler(d.vocab);
-#pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < d.rows; ++i) {
-      const float* logits = d.logits + size_t(d.place[i]) * d.vocab;
-      d.token_ids[i] = d.greedy[i] ? argmax(logits, d.vocab)
-                                   : sampler.draw(logits, d.temperature[i], d.top_k[i], d.top_p[i], d.min_p[i], d.noise[i]);
-    }
-  }
+  for_rows(d.rows, d.threads, RowSampler(d.vocab), [&](RowSampler& sampler, int i) {
+    const float* logits = d.logits + size_t(d.place[i]) * d.vocab;
+    d.token_ids[i] = d.greedy[i] ? argmax(logits, d.vocab)
+                                 : sampler.draw(logits, d.temperature[i], d.top_k[i], d.top_p[i], d.min_p[i], d.noise[i]);
+  });
 }
 
 inline void report_row(const Reports& r, int i, std::vector<std::pair<float, int32_t>>& best) {
@@ -299,40 +302,40 @@ inline void report_row(const Reports& r, int i, std::vector<std::pair<float, int
 }
 
 inline void report_rows(const Reports& r) {
-#pragma omp parallel num_threads(r.threads) if (r.rows > 1)
-  {
-    std::vector<std::pair<float, int32_t>> best;
-#pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < r.rows; ++i) report_row(r, i, best);
-  }
+  std::vector<std::pair<float, int32_t>> best;
+  for_rows(r.rows, r.threads, best, [&](auto& mine, int i) { report_row(r, i, mine); });
 }
+
+// What a row's penalties need, left as it was found.
+struct PenaltyScratch {
+  std::vector<int32_t> counts;  // [vocab], how often a token is in the output; -1 for one that is done; all 0 between rows
+  std::vector<int32_t> seen;
+};
 
 // Repetition: over prompt and output, a positive logit is divided, a negative one multiplied (Keskar et al. 2019).
 // Presence and frequency: over the output, a constant and a multiple of the count are subtracted.
-inline void penalize_rows(const Penalties& p) {
-#pragma omp parallel num_threads(p.threads) if (p.rows > 1)
-  {
-    std::vector<int32_t> counts(p.vocab, 0);  // in the output; -1 for a token that is done
-    std::vector<int32_t> seen;
-#pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < p.rows; ++i) {
-      float* logits = p.logits + size_t(p.place[i]) * p.vocab;
-      const int32_t* tokens = p.tokens + p.token_rows[i] * p.token_stride;
-      for (int t = p.num_prompt_tokens[i]; t < p.num_tokens[i]; ++t) ++counts[tokens[t]];
-      const int first = p.repetition[i] != 1.0f ? 0 : p.num_prompt_tokens[i];
-      seen.clear();
-      for (int t = first; t < p.num_tokens[i]; ++t) {
-        const int id = tokens[t];
-        if (counts[id] < 0) continue;
-        float& x = logits[id];
-        if (p.repetition[i] != 1.0f) x = x > 0.0f ? x / p.repetition[i] : x * p.repetition[i];
-        if (counts[id] > 0) x -= p.presence[i] + p.frequency[i] * float(counts[id]);
-        counts[id] = -1;
-        seen.push_back(id);
-      }
-      for (int id : seen) counts[id] = 0;
-    }
+inline void penalize_row(const Penalties& p, int i, PenaltyScratch& scratch) {
+  auto& [counts, seen] = scratch;
+  float* logits = p.logits + size_t(p.place[i]) * p.vocab;
+  const int32_t* tokens = p.tokens + p.token_rows[i] * p.token_stride;
+  for (int t = p.num_prompt_tokens[i]; t < p.num_tokens[i]; ++t) ++counts[tokens[t]];
+  const int first = p.repetition[i] != 1.0f ? 0 : p.num_prompt_tokens[i];
+  seen.clear();
+  for (int t = first; t < p.num_tokens[i]; ++t) {
+    const int id = tokens[t];
+    if (counts[id] < 0) continue;
+    float& x = logits[id];
+    if (p.repetition[i] != 1.0f) x = x > 0.0f ? x / p.repetition[i] : x * p.repetition[i];
+    if (counts[id] > 0) x -= p.presence[i] + p.frequency[i] * float(counts[id]);
+    counts[id] = -1;
+    seen.push_back(id);
   }
+  for (int id : seen) counts[id] = 0;
+}
+
+inline void penalize_rows(const Penalties& p) {
+  for_rows(p.rows, p.threads, PenaltyScratch{std::vector<int32_t>(p.vocab, 0), {}},
+           [&](PenaltyScratch& scratch, int i) { penalize_row(p, i, scratch); });
 }
 
 }  // namespace treadle

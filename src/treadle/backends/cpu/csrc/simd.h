@@ -281,6 +281,9 @@ inline void with_count(int count, const Run& run) {
   run(std::integral_constant<int, MAX>());
 }
 
+// A pause within a loop that waits for another thread.
+inline void relax() { _mm_pause(); }
+
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace treadle

@@ -1,7 +1,5 @@
-// A step of the whole model: one parallel region over all layers.
+// A step of the whole model: one region of the pool over all layers.
 #pragma once
-#include <omp.h>
-
 #include <memory>
 #include <new>
 #include <vector>
@@ -158,32 +156,25 @@ class Engine {
     for (auto& s : scratch_)
       if (!s) s = std::make_unique<AttentionScratch>();
 
-#pragma omp parallel num_threads(step.threads)
-    {
-      const int threads = omp_get_num_threads();
-      AttentionScratch& scratch = *scratch_[omp_get_thread_num()];
+    Pool::instance().run(step.threads, [&](Team team) {
+      AttentionScratch& scratch = *scratch_[team.thread()];
       AttentionLayer mine = attention;
-#pragma omp for schedule(static)
-      for (int t = 0; t < T; ++t) embed(step.token_ids[t], hidden_ + t * hidden);
+      team.loop(T, [&](int t) { embed(step.token_ids[t], hidden_ + t * hidden); });
       for (int i = 0; i < m_.layers; ++i) {
         const Layer& layer = m_.layer[i];
-#pragma omp for schedule(static)
-        for (int t = 0; t < T; ++t) norm_row(x, t, hidden_ + t * hidden, m_.hidden, layer.input_norm, m_.eps);
-        gemm(layer.qkv, x, T, threads, Store{qkv, int(qkv_width), layer.qkv.bias});
-#pragma omp for schedule(static)
-        for (int t = 0; t < T; ++t) rotate_and_store(step, layer, i, t, qkv + t * qkv_width, q);
+        norm_rows(team, x, T, layer.input_norm);
+        gemm(team, layer.qkv, x, T, Store{qkv, int(qkv_width), layer.qkv.bias});
+        team.loop(T, [&](int t) { rotate_and_store(step, layer, i, t, qkv + t * qkv_width, q); });
         mine.layer = i;
-#pragma omp for schedule(dynamic, 1)
-        for (size_t n = 0; n < items_.size(); ++n) attend(mine, items_[n], scratch);
-        narrow_rows(a, out, T);
-        gemm(layer.o, a, T, threads, Add{hidden_, int(hidden), layer.o.bias});
-#pragma omp for schedule(static)
-        for (int t = 0; t < T; ++t) norm_row(x, t, hidden_ + t * hidden, m_.hidden, layer.post_norm, m_.eps);
-        gemm(layer.gate_up, x, T, threads, SiluMul{product, int(inter), layer.gate_up.bias});
-        narrow_rows(p, product, T);
-        gemm(layer.down, p, T, threads, Add{hidden_, int(hidden), layer.down.bias});
+        team.queue(int(items_.size()), [&](int n) { attend(mine, items_[n], scratch); });
+        narrow_rows(team, a, out, T);
+        gemm(team, layer.o, a, T, Add{hidden_, int(hidden), layer.o.bias});
+        norm_rows(team, x, T, layer.post_norm);
+        gemm(team, layer.gate_up, x, T, SiluMul{product, int(inter), layer.gate_up.bias});
+        narrow_rows(team, p, product, T);
+        gemm(team, layer.down, p, T, Add{hidden_, int(hidden), layer.down.bias});
       }
-    }
+    });
   }
 
   // For `count` tokens of the last step: the most likely next token, and logits for those with place ≥ 0.
@@ -192,13 +183,11 @@ class Engine {
     const Activations x = x_.get(count, hidden, m_.weights_int8);
     Best* best = best_.get(size_t(count) * threads);
     for (int i = 0; i < count * threads; ++i) best[i] = {-std::numeric_limits<float>::infinity(), 0};
-#pragma omp parallel num_threads(threads)
-    {
-      Best* mine = best + size_t(count) * omp_get_thread_num();
-#pragma omp for schedule(static)
-      for (int i = 0; i < count; ++i) norm_row(x, i, hidden_ + tokens[i] * hidden, m_.hidden, m_.norm, m_.eps);
-      gemm(m_.head, x, count, omp_get_num_threads(), Logits{out, place, mine, m_.vocab});
-    }
+    Pool::instance().run(threads, [&](Team team) {
+      Best* mine = best + size_t(count) * team.thread();
+      team.loop(count, [&](int i) { norm_row(x, i, hidden_ + tokens[i] * hidden, m_.hidden, m_.norm, m_.eps); });
+      gemm(team, m_.head, x, count, Logits{out, place, mine, m_.vocab});
+    });
     for (int i = 0; i < count; ++i) {
       Best b = best[i];
       for (int t = 1; t < threads; ++t) {
@@ -210,6 +199,11 @@ class Engine {
   }
 
  private:
+  void norm_rows(Team& team, const Activations& x, int rows, const float* weight) const {
+    const int64_t hidden = round_up(m_.hidden, GROUP);
+    team.loop(rows, [&](int t) { norm_row(x, t, hidden_ + t * hidden, m_.hidden, weight, m_.eps); });
+  }
+
   void embed(int token, float* out) const {
     const int hidden = int(round_up(m_.hidden, GROUP));
     if (!m_.embedding) return unpack_row(m_.head, token, out);

@@ -44,12 +44,13 @@ const AbiEntry* treadle_abi() { return ABI; }
 
 // Packing
 
-void treadle_pack_bf16(const float* source, int32_t rows, int32_t columns, void* data) {
-  pack_bf16(source, rows, columns, static_cast<bf16*>(data));
+void treadle_pack_bf16(const float* source, int32_t rows, int32_t columns, void* data, int32_t threads) {
+  pack_bf16(source, rows, columns, static_cast<bf16*>(data), threads);
 }
 
-void treadle_pack_int8(const float* source, int32_t rows, int32_t columns, void* data, float* scales) {
-  pack_int8(source, rows, columns, static_cast<int8_t*>(data), scales);
+void treadle_pack_int8(const float* source, int32_t rows, int32_t columns, void* data, float* scales,
+                       int32_t threads) {
+  pack_int8(source, rows, columns, static_cast<int8_t*>(data), scales, threads);
 }
 
 // The engine
@@ -76,8 +77,14 @@ int64_t treadle_block_bytes(const KVCache* kv) { return kv->block_bytes(); }
 
 // Sampling
 
-void treadle_draw(const Draws* draws) { draw_rows(*draws); }
-void treadle_report(const Reports* reports) { report_rows(*reports); }
-void treadle_penalize(const Penalties* penalties) { penalize_rows(*penalties); }
+int32_t treadle_draw(const Draws* draws) {
+  return status_of([&] { draw_rows(*draws); });
+}
+int32_t treadle_report(const Reports* reports) {
+  return status_of([&] { report_rows(*reports); });
+}
+int32_t treadle_penalize(const Penalties* penalties) {
+  return status_of([&] { penalize_rows(*penalties); });
+}
 
 }  // extern "C"
