@@ -22,6 +22,9 @@ PROMPTS = (
 KINDS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "as stored": {},
+    "as stored, int8 KV": {"kv_cache_dtype": "int8"},
+    "int4": {"quantization": "int4"},
     "int8": {"quantization": "int8"},
     "int8, bfloat16 KV": {"quantization": "int8", "kv_cache_dtype": "bfloat16"},
     "bfloat16, int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
@@ -31,7 +34,7 @@ KINDS = {
 def logprobs_of(llm: LLM, token_ids: list[int]) -> torch.Tensor:
     """Log-probabilities after every token but the last: [n - 1, V]."""
     seen = []
-    sampler = llm.engine.runner.backend.sampler
+    sampler = llm.engine.runner.backend.sampling_kernels
     report = sampler.report
 
     def spy(values, place, *rest):

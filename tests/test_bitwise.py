@@ -70,12 +70,12 @@ class Numbers:
 
     model: str
     build: str
-    int8: bool
+    weights: str
     in_child: bool = False
 
     def __str__(self):
         where = "-child" if self.in_child else ""
-        return f"{self.model}-{self.build}-{'int8' if self.int8 else 'bf16'}{where}"
+        return f"{self.model}-{self.build}-{self.weights}{where}"
 
 
 class Path:
@@ -84,10 +84,10 @@ class Path:
     def __init__(self, loaded: Any, prompts: list[list[int]], kinds: list[dict[str, Any]], numbers: Numbers):
         self.loaded = loaded
         self.child = None
-        self.int8 = numbers.int8
+        self.int8 = numbers.weights == "int8"
         self.model = NativeModel(
-            loaded.config, loaded.weights, library=native_library(numbers.build), int8=numbers.int8,
-            max_model_len=2048,
+            loaded.config, loaded.weights, library=native_library(numbers.build),
+            weight_format=numbers.weights, max_model_len=2048,
         )  # fmt: skip
         self.requests = make_requests(prompts, kinds)
         self.alone = []
@@ -118,19 +118,22 @@ class Path:
         assert got == self.alone[:23]
 
 
-def numbers(model, builds, *marks):
-    return [pytest.param(Numbers(model, build, int8), marks=marks) for build in builds for int8 in (True, False)]
+def numbers(model, builds, formats, *marks):
+    return [pytest.param(Numbers(model, build, weights), marks=marks) for build in builds for weights in formats]
 
 
-TINY = [*numbers("tiny", RUNNABLE[:1]), *numbers("tiny", RUNNABLE[1:], pytest.mark.slow)]
+MADE = ("int8", "bfloat16", "int4")
+TINY = [*numbers("tiny", RUNNABLE[:1], MADE), *numbers("tiny", RUNNABLE[1:], MADE, pytest.mark.slow)]
 # A runner in another process, which gets only pickled plans, computes the same bits.
 CHILD = [
-    pytest.param(Numbers("tiny", build, int8, in_child=True), marks=pytest.mark.slow)
+    pytest.param(Numbers("tiny", build, weights, in_child=True), marks=pytest.mark.slow)
     for build in RUNNABLE[:1]
-    for int8 in (True, False)
+    for weights in MADE
 ]
-REAL = numbers("real", RUNNABLE[:1], pytest.mark.slow)
-CHILD += [pytest.param(Numbers("real", build, True, in_child=True), marks=pytest.mark.slow) for build in RUNNABLE[:1]]
+REAL = numbers("real", RUNNABLE[:1], ("int8", "bfloat16", "stored"), pytest.mark.slow)
+CHILD += [
+    pytest.param(Numbers("real", build, "stored", in_child=True), marks=pytest.mark.slow) for build in RUNNABLE[:1]
+]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +147,7 @@ def path(request, tiny):
         path = Path(loaded, real_prompts(loaded.tokenizer), WITH_GRAMMARS, wanted)
         source = request.getfixturevalue("embedded_path")
     if wanted.in_child:
-        path.child = Child(source, wanted.build, wanted.int8)
+        path.child = Child(source, wanted.build, wanted.weights)
     yield path
     if path.child is not None:
         path.child.close()

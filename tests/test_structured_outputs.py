@@ -55,7 +55,11 @@ def keeps(form, text):
 @pytest.fixture(scope="module")
 def model(embedded_model):
     return NativeModel(
-        embedded_model.config, embedded_model.weights, library=native_library(), int8=True, max_model_len=2048
+        embedded_model.config,
+        embedded_model.weights,
+        library=native_library(),
+        weight_format="int8",
+        max_model_len=2048,
     )
 
 

@@ -25,7 +25,9 @@ def twin_of(loaded, *, int8):
 
 
 def native_of(loaded, *, int8, build=None):
-    return NativeModel(loaded.config, loaded.weights, library=native_library(build), int8=int8, max_model_len=512)
+    weight_format = "int8" if int8 else "bfloat16"
+    library = native_library(build)
+    return NativeModel(loaded.config, loaded.weights, library=library, weight_format=weight_format, max_model_len=512)
 
 
 def prompt_logprobs(loaded, model, **options):

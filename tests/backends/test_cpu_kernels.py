@@ -2,6 +2,7 @@
 
 from ctypes import byref
 
+import gguf
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -12,7 +13,18 @@ from hypothesis import given
 from support.examples import examples
 from support.native import RUNNABLE, native_library, native_ops
 from treadle.backends.cpu.arena import round_up
-from treadle.backends.cpu.library import CELL, GROUP, PANEL, WeightsStruct, kv_cache_struct, pointer
+from treadle.backends.cpu.library import (
+    BLOCK_FORMATS,
+    BLOCK_GROUP,
+    CELL,
+    FORMATS,
+    GROUP,
+    NARROWINGS,
+    PANEL,
+    WeightsStruct,
+    kv_cache_struct,
+    pointer,
+)
 from treadle.backends.torch import reference
 
 FAST = examples(40)
@@ -36,44 +48,76 @@ def bf16(array):
 
 
 class Packed:
-    """A matrix in the layout of the kernels; owns the memory."""
+    """A matrix in the layout of the kernels; owns the memory.
 
-    def __init__(self, library, weight, *, int8, bias=None):
+    Args:
+        weight: float32 [n, k]; for a block format it is quantized by the gguf package, and replaced by what it became.
+        form: one of FORMATS.
+    """
+
+    def __init__(self, library, weight, form, bias=None):
+        source, self.weight = weight, weight
+        if form in BLOCK_FORMATS:
+            source = to_blocks(weight, form)
+            self.weight = gguf.quants.dequantize(source, gguf.GGMLQuantizationType[form])
         n, k = round_up(weight.shape[0], PANEL), round_up(weight.shape[1], GROUP)
-        self.data = np.zeros(n * k * (1 if int8 else 2), dtype=np.uint8)
-        self.scales = np.zeros(n, dtype=np.float32) if int8 else None
-        library.pack(weight, self.data, self.scales)
+        self.data = np.zeros(library.matrix_bytes(form, *weight.shape) + 64, dtype=np.uint8)
+        self.data[-64:] = 7
+        assert library.pack(form, source, *weight.shape, self.data[:-64], threads=2) == 0
+        assert (self.data[-64:] == 7).all()
         self.bias = None
         if bias is not None:
             self.bias = np.zeros(n, dtype=np.float32)
             self.bias[: len(bias)] = bias
-        self.n = n
-        self.struct = WeightsStruct(pointer(self.data), pointer(self.scales), pointer(self.bias), n, k)
+        self.n, self.k, self.form = n, k, form
+        self.struct = WeightsStruct(pointer(self.data), pointer(self.bias), n, k, FORMATS.index(form))
 
 
-def linear(library, packed, x, *, int8, threads=1, name="treadle_op_linear", width=None):
-    out = np.full((len(x), width or packed.n), np.nan, dtype=np.float32)
-    getattr(native_ops(library.build), name)(
-        byref(packed.struct),
-        int8,
-        pointer(x),
-        x.shape[0],
-        x.shape[1],
-        pointer(out),
-        threads,
+def to_blocks(weight, form):
+    """Blocks of GGUF that stand for `weight`, roughly in the K formats, which the gguf package cannot write."""
+    kind = gguf.GGMLQuantizationType[form]
+    if not form.endswith("_K"):
+        return gguf.quants.quantize(weight, kind)
+    blocks = rng_of(weight.size).integers(
+        0, 256, (len(weight), gguf.quant_shape_to_byte_shape(weight.shape, kind)[1])
     )
+    per_row = weight.shape[1] // 256
+    blocks = blocks.astype(np.uint8).reshape(len(weight), per_row, -1)
+    halves = rng_of(weight.size + 1).uniform(1e-4, 2e-3, (len(weight), per_row, 2)).astype(np.float16).view(np.uint8)
+    if form == "Q6_K":
+        blocks[..., -2:] = halves[..., :2]
+    else:
+        blocks[..., :4] = halves
+    return np.ascontiguousarray(blocks.reshape(len(weight), -1))
+
+
+def padded_columns(form, k):
+    """The smallest number of columns from k on that the format can have."""
+    return k if form in ("BF16", "INT8") else round_up(k, 256 if form.endswith("_K") else 32)
+
+
+def linear(library, packed, x, *, threads=1):
+    out = np.full((len(x), packed.n), np.nan, dtype=np.float32)
+    sizes = x.shape[0], x.shape[1], pointer(out), threads
+    native_ops(library.build).treadle_op_linear(byref(packed.struct), pointer(x), *sizes)
     return torch.from_numpy(out)
 
 
-def twin_linear(library, x, weight, *, int8, bias=None):
-    if int8:
-        x = reference.round_to_int8(torch.from_numpy(x), GROUP)
-        weight = reference.round_to_int8(torch.from_numpy(weight), weight.shape[1])
-    else:
+def rounded(library, packed, x):
+    """The activations as the kernels narrow them, and the weights as they are computed with: float64."""
+    x, weight = torch.from_numpy(x), torch.from_numpy(packed.weight)
+    if packed.form == "INT8":
+        x, weight = reference.round_to_int8(x, GROUP), reference.round_to_int8(weight, weight.shape[1])
+    elif packed.form == "BF16":
         # Without BF16 instructions, activations stay float32.
-        x = bf16(x) if library.build == "avx512_bf16" else torch.from_numpy(x)
-        weight = bf16(weight)
-    return F.linear(x.double(), weight.double(), None if bias is None else torch.from_numpy(bias).double())
+        x, weight = x.bfloat16() if library.build == "avx512_bf16" else x, weight.bfloat16()
+    else:
+        x = reference.round_to_int8(x, BLOCK_GROUP)
+    return x.double(), weight.double()
+
+
+def twin_linear(library, packed, x, bias=None):
+    return F.linear(*rounded(library, packed, x), None if bias is None else torch.from_numpy(bias).double())
 
 
 def assert_close(ours, twin, tolerance, floor=1e-6):
@@ -82,37 +126,44 @@ def assert_close(ours, twin, tolerance, floor=1e-6):
     assert float((ours.double() - twin.double()).abs().max()) <= tolerance * scale
 
 
-@FAST
+@examples(100)
 @given(
     seed=st.integers(0, 1000),
     rows=st.integers(1, 20),
     n=st.integers(1, 150),
-    k=st.integers(1, 200),
-    int8=st.booleans(),
+    k=st.integers(1, 600),
+    form=st.sampled_from(FORMATS),
     has_bias=st.booleans(),
 )
-def test_linear_equals_torch(library, seed, rows, n, k, int8, has_bias):
+def test_linear_equals_torch(library, seed, rows, n, k, form, has_bias):
     rng = rng_of(seed)
+    k = padded_columns(form, k)
     x, weight = normal(rng, rows, k), normal(rng, n, k)
     bias = normal(rng, n) if has_bias else None
-    packed = Packed(library, weight, int8=int8, bias=bias)
-    out = linear(library, packed, x, int8=int8, threads=1 + seed % 3)
-    assert_close(out[:, :n], twin_linear(library, x, weight, int8=int8, bias=bias), 1e-5, floor=k**0.5)
+    packed = Packed(library, weight, form, bias)
+    out = linear(library, packed, x, threads=1 + seed % 3)
+    assert_close(out[:, :n], twin_linear(library, packed, x, bias), 1e-5, floor=k**0.5)
     assert (out[:, n:] == 0).all()
 
 
 @FAST
-@given(seed=st.integers(0, 1000), rows=st.integers(2, 40), k=st.integers(1, 300), int8=st.booleans())
-def test_a_row_of_a_product_does_not_depend_on_its_neighbours(library, seed, rows, k, int8):
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(2, 40),
+    k=st.integers(1, 300),
+    form=st.sampled_from(FORMATS),
+)
+def test_a_row_of_a_product_does_not_depend_on_its_neighbours(library, seed, rows, k, form):
     rng = rng_of(seed)
+    k = padded_columns(form, k)
     x = normal(rng, rows, k) * rng.uniform(0.01, 30, (rows, 1)).astype(np.float32)
-    packed = Packed(library, normal(rng, 70, k), int8=int8)
-    together = linear(library, packed, x, int8=int8, threads=2)
+    packed = Packed(library, normal(rng, 70, k), form)
+    together = linear(library, packed, x, threads=2)
     for row in rng.choice(rows, 3):
-        alone = linear(library, packed, x[row : row + 1].copy(), int8=int8)
+        alone = linear(library, packed, x[row : row + 1].copy())
         assert torch.equal(alone[0], together[row])
     start = int(rng.integers(rows))
-    assert torch.equal(linear(library, packed, x[start:].copy(), int8=int8, threads=3), together[start:])
+    assert torch.equal(linear(library, packed, x[start:].copy(), threads=3), together[start:])
 
 
 def test_int8_is_exact_at_its_extremes(library):
@@ -121,47 +172,92 @@ def test_int8_is_exact_at_its_extremes(library):
     for sign in (1, -1):
         x = np.full((3, k), 5.0, dtype=np.float32)
         weight = np.full((33, k), sign * 2.0, dtype=np.float32)
-        out = linear(library, Packed(library, weight, int8=True), x, int8=True)
+        out = linear(library, Packed(library, weight, "INT8"), x)
         assert torch.allclose(out[:, :33], torch.tensor(sign * 10.0 * k), rtol=1e-6)
-    zeros = linear(
-        library, Packed(library, np.zeros((5, k), np.float32), int8=True), np.zeros((1, k), np.float32), int8=True
-    )
+    zeros = linear(library, Packed(library, np.zeros((5, k), np.float32), "INT8"), np.zeros((1, k), np.float32))
     assert (zeros == 0).all()
+
+
+@pytest.mark.parametrize("form", BLOCK_FORMATS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_block_formats_are_exact_at_their_extremes(library, form, sign):
+    """All weights have the greatest integer of the format, or all the least: no sum of products may overflow."""
+    x = np.full((7, 512), sign * 3.0, dtype=np.float32)
+    for byte in (0xFF, 0x00, 0x7F, 0x80):
+        blocks = to_blocks(np.ones((33, 512), dtype=np.float32), form)
+        width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form]][1]
+        cells = blocks.reshape(33, -1, width)
+        scales = {"Q6_K": slice(208, 210), "Q4_0": slice(0, 2), "Q5_0": slice(0, 2), "Q8_0": slice(0, 2)}
+        kept = cells[..., scales.get(form, slice(0, 4))].copy()
+        cells[:] = byte
+        cells[..., scales.get(form, slice(0, 4))] = kept
+        packed = Packed(library, np.ones((33, 512), dtype=np.float32), "BF16")
+        data = np.zeros(library.matrix_bytes(form, 33, 512), dtype=np.uint8)
+        assert library.pack(form, blocks, 33, 512, data) == 0
+        packed.struct = WeightsStruct(pointer(data), None, packed.n, packed.k, FORMATS.index(form))
+        weight = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[form])).double()
+        twin = F.linear(torch.from_numpy(x).double(), weight)
+        assert_close(linear(library, packed, x)[:, :33], twin, 2e-6)
+
+
+@pytest.mark.parametrize("form", BLOCK_FORMATS)
+def test_rows_of_block_formats_have_the_bits_that_gguf_gives_them(library, form):
+    packed = Packed(library, normal(rng_of(3), 70, 512), form)
+    out = np.empty(512, dtype=np.float32)
+    for row in range(70):
+        native_ops(library.build).treadle_op_unpack_row(byref(packed.struct), row, pointer(out))
+        assert np.array_equal(out.view(np.int32), packed.weight[row].view(np.int32))
+
+
+@pytest.mark.parametrize("form", BLOCK_FORMATS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_scales_that_are_not_finite_are_counted(library, form, bad):
+    blocks = to_blocks(normal(rng_of(4), 40, 512), form)
+    width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form]][1]
+    start = 208 if form == "Q6_K" else 0
+    blocks.reshape(40, -1, width)[37, 1, start : start + 2] = np.array([bad], np.float16).view(np.uint8)
+    data = np.zeros(library.matrix_bytes(form, 40, 512), dtype=np.uint8)
+    assert library.pack(form, blocks, 40, 512, data) == (8 if form.endswith("_K") else 1)
 
 
 @FAST
 @given(
     seed=st.integers(0, 1000),
-    rows=st.integers(1, 9),
+    rows=st.integers(1, 140),
     inter=st.integers(1, 100),
     k=st.integers(1, 90),
-    int8=st.booleans(),
+    forms=st.one_of(
+        st.sampled_from(FORMATS).map(lambda form: (form, form)),
+        st.tuples(st.sampled_from(BLOCK_FORMATS), st.sampled_from(BLOCK_FORMATS)),
+    ),
 )
-def test_gate_and_up_equals_torch(library, seed, rows, inter, k, int8):
+def test_gate_and_up_equals_torch(library, seed, rows, inter, k, forms):
     rng = rng_of(seed)
-    x, gate, up = normal(rng, rows, k), normal(rng, inter, k), normal(rng, inter, k)
-    padded = round_up(inter, GROUP)
-    both = np.zeros((2, padded, k), dtype=np.float32)
-    both[0, :inter], both[1, :inter] = gate, up
-    # Each panel has 16 gates, then the 16 corresponding ups.
-    order = both.reshape(2, padded // 16, 16, k).transpose(1, 0, 2, 3).reshape(2 * padded, k)
-    packed = Packed(library, np.ascontiguousarray(order), int8=int8)
-    out = linear(library, packed, x, int8=int8, threads=2, name="treadle_op_linear_silu_mul", width=padded)
-    twin = F.silu(twin_linear(library, x, gate, int8=int8)) * twin_linear(library, x, up, int8=int8)
+    k = max(padded_columns(form, k) for form in forms)
+    x = normal(rng, rows, k)
+    gate, up = (Packed(library, normal(rng, inter, k), form) for form in forms)
+    out = np.full((rows, gate.n), np.nan, dtype=np.float32)
+    native_ops(library.build).treadle_op_linear_silu_mul(
+        byref(gate.struct), byref(up.struct), pointer(x), rows, k, pointer(out), 2
+    )
+    out = torch.from_numpy(out)
+    twin = F.silu(twin_linear(library, gate, x)) * twin_linear(library, up, x)
     assert_close(out[:, :inter], twin, 3e-5, floor=k**0.5)
     assert (out[:, inter:] == 0).all()
 
 
 @FAST
-@given(seed=st.integers(0, 1000), size=st.integers(1, 300), int8=st.booleans())
-def test_rms_norm_equals_torch(library, seed, size, int8):
+@given(seed=st.integers(0, 1000), size=st.integers(1, 300), narrowing=st.sampled_from(NARROWINGS))
+def test_rms_norm_equals_torch(library, seed, size, narrowing):
     rng = rng_of(seed)
     x, weight = normal(rng, size) * 7, normal(rng, size)
     out = np.empty(size, dtype=np.float32)
-    native_ops(library.build).treadle_op_rms_norm(pointer(x), pointer(weight), size, 1e-5, int8, pointer(out))
+    native_ops(library.build).treadle_op_rms_norm(
+        pointer(x), pointer(weight), size, 1e-5, NARROWINGS.index(narrowing), pointer(out)
+    )
     twin = reference.rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-5)
     # Half a unit in the last place of the narrow type.
-    step = 1 / 127 if int8 else 2**-7
+    step = 2**-7 if narrowing == "bfloat16" else 1 / 127
     assert_close(torch.from_numpy(out), twin, 0.501 * step + 1e-5)
 
 

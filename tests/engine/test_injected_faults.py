@@ -105,7 +105,8 @@ def run(tiny, tmp_path_factory):
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
     backend.decoder = tokenizers.decoders.ByteLevel()
     loaded = replace(tiny.loaded, tokenizer=Tokenizer(backend))
-    model = NativeModel(loaded.config, loaded.weights, library=native_library(), int8=False, max_model_len=128)
+    library = native_library()
+    model = NativeModel(loaded.config, loaded.weights, library=library, weight_format="bfloat16", max_model_len=128)
     path = tmp_path_factory.mktemp("faults") / "run.jsonl"
 
     def run(tracer):

@@ -76,8 +76,8 @@ def test_weight_names_equal_those_of_the_gguf_package(name):
 
 def test_the_error_for_an_unsupported_type_names_it(tmp_path):
     path = tmp_path / "model.gguf"
-    write_llama_gguf(path, gguf.GGMLQuantizationType.Q5_0)
-    with pytest.raises(UnsupportedModelError, match="quantized as Q5_0; supported are F32"):
+    write_llama_gguf(path, gguf.GGMLQuantizationType.IQ4_NL)
+    with pytest.raises(UnsupportedModelError, match="quantized as IQ4_NL; supported are F32"):
         load_model(str(path))
 
 

@@ -325,7 +325,7 @@ def test_the_checked_weights_are_those_that_backends_load(name, tmp_path):
     assert noted.asked == dict(weight_shapes(loaded.config))
     if RUNNABLE and why_not_native(loaded.config) is None:
         noted = RecordingWeights(loaded.weights)
-        NativeModel(loaded.config, noted, library=native_library(), int8=False, max_model_len=64)
+        NativeModel(loaded.config, noted, library=native_library(), weight_format="bfloat16", max_model_len=64)
         assert noted.asked == dict(weight_shapes(loaded.config))
 
 

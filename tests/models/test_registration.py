@@ -119,7 +119,8 @@ def test_the_native_kernels_compute_the_same_as_for_a_llama_with_the_same_weight
     outputs = []
     for folder in ("phi3", "llama"):
         loaded = load_model(str(tmp_path / folder))
-        model = NativeModel(loaded.config, loaded.weights, library=native_library(), int8=int8, max_model_len=512)
+        library, form = native_library(), "int8" if int8 else "bfloat16"
+        model = NativeModel(loaded.config, loaded.weights, library=library, weight_format=form, max_model_len=512)
         outputs.append(generate(loaded, model))
     assert outputs[0] == outputs[1]
 

@@ -58,7 +58,7 @@ def torch_pass(spec):
 
 
 def native_pass(spec):
-    return NativeModel(spec, NoWeights(), library=native_library(), int8=False, max_model_len=16)
+    return NativeModel(spec, NoWeights(), library=native_library(), weight_format="bfloat16", max_model_len=16)
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,17 @@ class Child:
     Args:
         model: folder or file of the model.
         build: build of the native kernels.
-        int8: whether the weights are int8 or bfloat16.
+        weight_format: of NativeModel.
     """
 
-    def __init__(self, model, build, int8):
+    def __init__(self, model, build, weight_format):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "support.child_runner"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parent.parent,
         )
-        self.ask((str(model), build, int8))
+        self.ask((str(model), build, weight_format))
 
     def runner(self, **shape):
         """Return a new runner, which has received no plan yet."""
@@ -76,11 +76,12 @@ def main():
             elif isinstance(message, dict):
                 runner = make_runner(loaded, model, **message)
             else:
-                path, build, int8 = message
+                path, build, weight_format = message
                 loaded = load_path(Path(path))
                 model = NativeModel(
-                    loaded.config, loaded.weights, library=native_library(build), int8=int8, max_model_len=2048
-                )
+                    loaded.config, loaded.weights, library=native_library(build), weight_format=weight_format,
+                    max_model_len=2048,
+                )  # fmt: skip
         except Exception as error:
             answer = error
         pickle.dump(answer, pipe)

@@ -30,7 +30,7 @@ def _quantized(rng, shape, kind):
         raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block * size), dtype=np.uint8)
         blocks = raw.reshape(-1, size)
         scale = np.array([0.002], dtype=np.float16).view(np.uint8)
-        starts = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (size - 2,)}[kind.name]
+        starts = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (size - 2,)}.get(kind.name, (0,))
         for start in starts:
             blocks[:, start : start + 2] = scale
         raw = blocks.reshape(raw.shape)
@@ -39,8 +39,14 @@ def _quantized(rng, shape, kind):
     return raw, gguf.quants.dequantize(raw, kind).astype(np.float32)
 
 
-def write_llama_gguf(path, kind, *, llama3_rope=False):
-    """Write a one-layer Llama whose matrices have type `kind`; return transformers' model of it."""
+def write_llama_gguf(path, kind, *, kinds=None, llama3_rope=False):
+    """Write a one-layer Llama; return transformers' model of it.
+
+    Args:
+        kind: type of the matrices that `kinds` does not name.
+        kinds: GGUF's name of a matrix, without ".weight" → its type.
+    """
+    kinds = kinds or {}
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if llama3_rope:
         rope = {
@@ -79,8 +85,9 @@ def write_llama_gguf(path, kind, *, llama3_rope=False):
         "model.layers.0.mlp.down_proj.weight": ("blk.0.ffn_down.weight", (256, 512), 0),
     }
     for name, (gguf_name, shape, heads) in matrices.items():
-        raw, values = _quantized(rng, shape, kind)
-        writer.add_tensor(gguf_name, raw, raw_dtype=kind)
+        own_kind = kinds.get(gguf_name.removesuffix(".weight"), kind)
+        raw, values = _quantized(rng, shape, own_kind)
+        writer.add_tensor(gguf_name, raw, raw_dtype=own_kind)
         # The file stores rows as neighbours; the transformers model uses halves.
         state[name] = torch.from_numpy(_halves(values, heads) if heads else values)
         if heads:

@@ -20,8 +20,9 @@ SANITIZED = bool(os.environ.get("TREADLE_TEST_SANITIZE"))
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g") if SANITIZED else ()
 
 OPS = {
-    "treadle_op_linear": [POINTER(WeightsStruct), c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32],
-    "treadle_op_linear_silu_mul": [POINTER(WeightsStruct), c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32],
+    "treadle_op_linear": [POINTER(WeightsStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32],
+    "treadle_op_linear_silu_mul": [POINTER(WeightsStruct)] * 2 + [c_void_p, c_int32, c_int32, c_void_p, c_int32],
+    "treadle_op_unpack_row": [POINTER(WeightsStruct), c_int32, c_void_p],
     "treadle_op_rms_norm": [c_void_p, c_void_p, c_int32, c_float, c_int32, c_void_p],
     "treadle_op_rotary": [c_void_p, c_int32, c_int32, c_void_p, c_float, c_void_p, c_void_p, c_void_p],
     "treadle_op_store_kv": [POINTER(KVCacheStruct), c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p],

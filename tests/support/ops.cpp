@@ -6,18 +6,18 @@ using namespace treadle;
 
 namespace {
 
-// A product by itself: pads and narrows x [rows, columns], multiplies, and leaves the rest to the epilogue.
-template <class Epilogue>
-void run_linear(const Weights& w, bool is_int8, const float* x, int rows, int columns, int threads,
-                const Epilogue& epilogue) {
+// x [rows, columns], padded and narrowed for `w`; `run` gets the team and the activations.
+template <class Run>
+void with_activations(const Weights& w, const float* x, int rows, int columns, int threads, const Run& run) {
   ActivationBuffer buffer;
   Buffer<float> padded;
-  const Activations a = buffer.get(rows, w.k, is_int8);
+  const int32_t narrowing = w.format == BF16 ? NARROW_BF16 : w.format == INT8 ? NARROW_INT8 : NARROW_BLOCKS;
+  const Activations a = buffer.get(rows, w.k, narrowing);
   float* values = padded.get(size_t(rows) * w.k);
   for (int r = 0; r < rows; ++r) std::memcpy(values + size_t(r) * w.k, x + size_t(r) * columns, columns * sizeof(float));
   Pool::instance().run(threads, [&](Team team) {
     narrow_rows(team, a, values, rows);
-    gemm(team, w, a, rows, epilogue);
+    run(team, a);
   });
 }
 
@@ -26,28 +26,35 @@ void run_linear(const Weights& w, bool is_int8, const float* x, int rows, int co
 extern "C" {
 
 // x: [rows, columns] floats, out: [rows, padded n].
-void treadle_op_linear(const Weights* w, int32_t is_int8, const float* x, int32_t rows, int32_t columns, float* out,
-                       int32_t threads) {
-  run_linear(*w, is_int8, x, rows, columns, threads, Store{out, w->n, w->bias});
+void treadle_op_linear(const Weights* w, const float* x, int32_t rows, int32_t columns, float* out, int32_t threads) {
+  with_activations(*w, x, rows, columns, threads, [&](Team team, const Activations& a) {
+    gemm<Store, 1>(team, a, rows, {{*w, {out, w->n, w->bias}}});
+  });
 }
 
-// As treadle_op_linear, with 16 gates and 16 ups in turns; out: [rows, padded n / 2].
-void treadle_op_linear_silu_mul(const Weights* w, int32_t is_int8, const float* x, int32_t rows, int32_t columns,
+// out: silu(x gateᵀ) × x upᵀ, [rows, padded n].
+void treadle_op_linear_silu_mul(const Weights* gate, const Weights* up, const float* x, int32_t rows, int32_t columns,
                                 float* out, int32_t threads) {
-  run_linear(*w, is_int8, x, rows, columns, threads, SiluMul{out, w->n / 2, w->bias});
+  with_activations(*gate, x, rows, columns, threads, [&](Team team, const Activations& a) {
+    gemm_silu_mul(team, a, rows, *gate, *up, out, gate->n);
+  });
 }
+
+// Row `index` of a matrix as floats, out: [padded k].
+void treadle_op_unpack_row(const Weights* w, int32_t index, float* out) { unpack_row(*w, index, out); }
 
 // x, weight, out: [columns]; the result as the next product sees it (narrowed and widened again).
-void treadle_op_rms_norm(const float* x, const float* weight, int32_t columns, float eps, int32_t is_int8, float* out) {
+void treadle_op_rms_norm(const float* x, const float* weight, int32_t columns, float eps, int32_t narrowing, float* out) {
   ActivationBuffer buffer;
   Buffer<float> in, scale;
   const int k = int(round_up(columns, GROUP));
-  const Activations a = buffer.get(1, k, is_int8);
+  const Activations a = buffer.get(1, k, narrowing);
   std::memcpy(in.get(k), x, columns * sizeof(float));
   std::memcpy(scale.get(k), weight, columns * sizeof(float));
   norm_row(a, 0, in.get(k), columns, scale.get(k), eps);
+  const int group = narrowing == NARROW_INT8 ? GROUP : BLOCK_GROUP;
   for (int i = 0; i < columns; ++i)
-    out[i] = is_int8 ? float(a.bytes[i]) * a.scales[i / GROUP] : from_act(a.narrow[i]);
+    out[i] = narrowing == NARROW_BF16 ? from_act(a.narrow[i]) : float(a.bytes[i]) * a.scales[i / group];
 }
 
 // in, out: [heads, head_dim]; weight [head_dim] or null; cosines, sines: [head_dim / 2].

@@ -48,21 +48,22 @@ class EngineConfig(SchedulingSettings):
     )
     dtype: str = _model(
         "auto",
-        "data type of weights and activations: float32 (the reference, in plain torch), bfloat16, or auto (bfloat16 "
-        "on the native kernels and on cuda, else the fastest on the processor)",
+        "data type of weights and activations: float32 (the reference, in plain torch), bfloat16, or auto (what "
+        "quantization says on the native kernels, bfloat16 on cuda, else the fastest on the processor)",
         choices=("auto", "float32", "bfloat16"),
     )
     quantization: str | None = _model(
         None,
-        "int8: 8-bit weights and activations, quantized from any model while it loads; about 1.5 times as fast on a "
-        "CPU, half the memory, slightly less exact",
-        choices=(None, "int8"),
-        default_text="none",
+        "auto (None in Python): the weights of a quantized GGUF file as stored, with 8-bit activations, where the "
+        "native kernels compute it and dtype is auto, and any other model as dtype says; none: as dtype says; int8, "
+        "int4: 8-bit activations, and 8-bit or 4-bit weights made from any model while it loads",
+        choices=(None, "auto", "none", "int8", "int4"),
+        default_text="auto",
     )
     kv_cache_dtype: str = _cache(
         "auto",
         "data type of the KV cache: bfloat16, int8 (a scale per token and head), or auto (int8 with quantization "
-        "int8, else the model's)",
+        "int8, else bfloat16 or, in plain torch, that of the activations)",
         choices=("auto", "bfloat16", "int8"),
     )
     device: str = _model(

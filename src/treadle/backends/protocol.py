@@ -40,14 +40,18 @@ class BackendSettings:
         return self.quantization == "int8"
 
     @property
+    def may_use_stored(self) -> bool:
+        """Whether a quantized file is computed from what it stores, on a backend that can."""
+        return self.quantization in (None, "auto") and self.dtype == "auto"
+
+    @property
     def int8_kv(self) -> bool:
         """Whether keys and values are int8."""
         return self.kv_cache_dtype == "int8" or (self.kv_cache_dtype == "auto" and self.int8_weights)
 
 
-def describe_numbers(dtype: str, *, int8_weights: bool, int8_kv: bool) -> str:
+def describe_numbers(weights: str, *, kv: str) -> str:
     """The number formats of a backend in words, such as "int8 with bfloat16 KV"."""
-    weights, kv = ("int8" if is_int8 else dtype for is_int8 in (int8_weights, int8_kv))
     return weights if weights == kv else f"{weights} with {kv} KV"
 
 

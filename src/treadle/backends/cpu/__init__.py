@@ -17,7 +17,7 @@ from treadle.backends.protocol import BackendSettings
 from treadle.backends.threads import default_num_threads
 from treadle.core.errors import ConfigError
 from treadle.models.loaders.base import WeightSource
-from treadle.models.spec import ModelSpec
+from treadle.models.spec import ModelSpec, weight_shapes
 
 logger = logging.getLogger("treadle")
 
@@ -63,6 +63,14 @@ def _build(settings: BackendSettings) -> str | None:
     return best_build() if settings.cpu_kernels == "auto" else settings.cpu_kernels
 
 
+def _weight_format(spec: ModelSpec, weights: WeightSource, settings: BackendSettings) -> str:
+    """Which of WEIGHT_FORMATS the settings mean for this model."""
+    if settings.quantization in ("int8", "int4"):
+        return settings.quantization
+    is_quantized = any(weights.block_format(name) for name, shape in weight_shapes(spec) if len(shape) == 2)
+    return "stored" if is_quantized and settings.may_use_stored else "bfloat16"
+
+
 def _why_settings_exclude(settings: BackendSettings) -> str | None:
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         return "runs only on the CPU"
@@ -92,7 +100,7 @@ def open(
         spec,
         weights,
         library=load_library(build),
-        int8=settings.int8_weights,
+        weight_format=_weight_format(spec, weights, settings),
         max_model_len=settings.max_model_len,
         threads=threads,
         on_progress=on_progress,

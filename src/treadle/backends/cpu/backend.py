@@ -63,7 +63,7 @@ class CPUBackend:
         self._engine = self._model.engine(self._struct)
 
     def __str__(self) -> str:
-        numbers = describe_numbers("bfloat16", int8_weights=self._model.int8, int8_kv=self._int8_kv)
+        numbers = describe_numbers(self._model.describe_weights(), kv="int8" if self._int8_kv else "bfloat16")
         return f"{numbers} on {self.num_threads} threads with {self._model.library.build} kernels"
 
     def move_blocks(self, moves: BlockMoves) -> None:

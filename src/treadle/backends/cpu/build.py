@@ -27,13 +27,13 @@ logger = logging.getLogger("treadle")
 
 SOURCES = Path(__file__).with_name("csrc")
 
-_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "avx2")
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "avx2", "f16c")
 
 BUILDS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
     "avx512_vnni": (*_AVX512, "avx512_vnni"),
     "avx512": _AVX512,
-    "avx2": ("avx2", "fma"),
+    "avx2": ("avx2", "fma", "f16c"),
 }
 """Builds of the kernels, best first, and the processor features (as Linux names them) that each needs."""
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treadle.backends.cpu.arena import round_up
+from treadle.backends.cpu.arena import ALIGNMENT, round_up
 from treadle.backends.cpu.build import KernelBuildError, library_path
 
 # Constants of csrc. Library compares them, and the structures' sizes, with what the compiled library has.
 PANEL = 32
 GROUP = 64
-GATES = 16  # gates, then as many ups, share a panel: silu(gate) × up is done while both are at hand
+BLOCK_GROUP = 32
 CELL = 16
 MAX_HEAD_DIM = 256
 MAX_GROUP_SIZE = 64
@@ -36,27 +36,32 @@ def _ints(*names: str) -> list[tuple[str, Any]]:
     return [(name, c_int32) for name in names]
 
 
-WeightsStruct = _structure("Weights", _pointers("data", "scale", "bias") + _ints("n", "k"))
+FORMATS = ("BF16", "INT8", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
+"""Formats of a packed matrix, in the order of csrc; those from Q4_0 on are GGUF's block formats."""
+BLOCK_FORMATS = FORMATS[2:]
+NARROWINGS = ("bfloat16", "int8", "blocks")
+"""How activations are narrowed: for weights in bfloat16, in int8, and in block formats."""
+
+WeightsStruct = _structure("Weights", _pointers("data", "bias") + _ints("n", "k", "format"))
 LayerStruct = _structure(
     "Layer",
     [
         ("input_norm", c_void_p),
-        ("qkv", WeightsStruct),
+        *[(name, WeightsStruct) for name in ("q", "k", "v")],
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("o", WeightsStruct),
         ("post_norm", c_void_p),
-        ("gate_up", WeightsStruct),
-        ("down", WeightsStruct),
+        *[(name, WeightsStruct) for name in ("gate", "up", "down")],
         *_pointers("cosines", "sines"),
     ],
 )
 ModelStruct = _structure(
     "Model",
     [
-        *_ints("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "weights_int8"),
+        *_ints("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "narrowing"),
         ("eps", c_float),
-        ("embedding", c_void_p),
+        ("embedding", WeightsStruct),
         ("layer", POINTER(LayerStruct)),
         ("norm", c_void_p),
         ("head", WeightsStruct),
@@ -98,7 +103,7 @@ PenaltiesStruct = _structure(
 ABI: Mapping[str, int] = {
     "PANEL": PANEL,
     "GROUP": GROUP,
-    "GATES": GATES,
+    "BLOCK_GROUP": BLOCK_GROUP,
     "CELL": CELL,
     "MAX_HEAD_DIM": MAX_HEAD_DIM,
     "MAX_GROUP_SIZE": MAX_GROUP_SIZE,
@@ -119,8 +124,8 @@ class _AbiEntry(Structure):
 # Of each function: its result, and its arguments. Pointers to arrays are plain addresses.
 _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     "treadle_abi": (POINTER(_AbiEntry), []),
-    "treadle_pack_bf16": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32]),
-    "treadle_pack_int8": (None, [c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_int32]),
+    "treadle_matrix_bytes": (c_int64, [c_int32, c_int32, c_int32]),
+    "treadle_pack": (c_int64, [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32]),
     "treadle_create": (c_void_p, [POINTER(ModelStruct), POINTER(KVCacheStruct)]),
     "treadle_destroy": (None, [c_void_p]),
     "treadle_forward": (c_int32, [c_void_p, POINTER(StepStruct)]),
@@ -185,20 +190,34 @@ class Library:
             if ABI.get(name) != compiled.get(name):
                 raise _mismatch(path, f"{name} is {compiled.get(name)} in it and {ABI.get(name)} in Python")
 
-    def weight_bytes(self, rows: int, columns: int, *, int8: bool) -> int:
-        """Bytes of a packed matrix [rows, columns], scales and alignment included."""
-        n, k = round_up(rows, PANEL), round_up(columns, GROUP)
-        return round_up(n * k * (1 if int8 else 2), GROUP) + (round_up(n * 4, GROUP) if int8 else 0)
+    def matrix_bytes(self, form: str, rows: int, columns: int) -> int:
+        """Bytes of a packed matrix [rows, columns] in one of FORMATS, up to the next one's place."""
+        return round_up(int(self.dll.treadle_matrix_bytes(FORMATS.index(form), rows, columns)), ALIGNMENT)
 
     def pack(
-        self, weight: FloatArray, data: npt.NDArray[np.uint8], scales: FloatArray | None, threads: int = 1
-    ) -> None:
-        """Pack float32 [rows, columns] into `data`; as int8 if there are `scales` [padded rows] to fill."""
-        rows, columns = weight.shape
-        if scales is None:
-            self.dll.treadle_pack_bf16(pointer(weight), rows, columns, pointer(data), threads)
-        else:
-            self.dll.treadle_pack_int8(pointer(weight), rows, columns, pointer(data), pointer(scales), threads)
+        self,
+        form: str,
+        source: Array,
+        rows: int,
+        columns: int,
+        data: npt.NDArray[np.uint8],
+        threads: int = 1,
+    ) -> int:
+        """Pack a matrix into `data`.
+
+        Args:
+            form: one of FORMATS.
+            source: float32 [rows, columns] for BF16 and INT8, else GGUF blocks, uint8 [rows, row_bytes].
+            rows, columns: of the matrix.
+            data: [matrix_bytes], zeros.
+            threads: number of threads.
+
+        Returns:
+            The number of groups of 32 weights whose scale is NaN or infinite; 0 for BF16 and INT8.
+        """
+        assert len(data) >= self.dll.treadle_matrix_bytes(FORMATS.index(form), rows, columns)
+        args = pointer(source), rows, columns, pointer(data), threads
+        return int(self.dll.treadle_pack(FORMATS.index(form), *args))
 
     def kv_block_bytes(self, kv: Structure) -> int:
         """Bytes of one KV block, all layers."""

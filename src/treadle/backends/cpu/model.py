@@ -1,9 +1,10 @@
-"""The forward pass on the native CPU kernels: weights packed for them, bfloat16 or int8.
+"""The forward pass on the native CPU kernels: weights packed for them in one of several formats.
 
 It interprets a ModelSpec and knows no architecture. The computation itself is in backends/cpu/csrc/step.h;
 backends/torch/model.py is its plain torch twin.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from ctypes import Structure, byref
 
@@ -11,13 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.backends.cpu.arena import ALIGNMENT, Arena, round_up
+from treadle.backends.cpu.arena import Arena, round_up
 from treadle.backends.cpu.library import (
-    GATES,
+    BLOCK_GROUP,
+    FORMATS,
     GROUP,
     MAX_GROUP_SIZE,
     MAX_HEAD_DIM,
+    NARROWINGS,
     PANEL,
+    Array,
     FloatArray,
     LayerStruct,
     Library,
@@ -32,11 +36,11 @@ from treadle.models.loaders.base import WeightSource
 from treadle.models.rope import rotary_tables
 from treadle.models.spec import (
     LayerSpec,
-    MLPSpec,
     ModelSpec,
     RopeConfig,
     differing_layers,
     unsupported_property,
+    weight_shapes,
 )
 
 SUPPORTED = {
@@ -71,6 +75,13 @@ def why_not_native(config: ModelSpec) -> str | None:
     return None
 
 
+WEIGHT_FORMATS = ("bfloat16", "int8", "int4", "stored")
+"""What weights are packed as: bfloat16; int8 with a scale per output channel; 4 bits with a scale and a minimum per
+group of 32 (GGUF's Q4_1; embedding and output projection in 8 bits, Q8_0); as the GGUF file stores them."""
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
 class NativeModel:
     """Packed weights and the compiled forward pass.
 
@@ -78,10 +89,14 @@ class NativeModel:
         config: of the model.
         weights: source of the tensors, which are read one at a time, so that there is never a second full copy.
         library: the kernels.
-        int8: whether weights are int8 with a scale per output channel, otherwise bfloat16.
+        weight_format: one of WEIGHT_FORMATS. With "stored", a matrix that the file stores as floats becomes Q8_0.
         max_model_len: positions that the rotary tables cover.
         threads: number of threads that pack the weights.
         on_progress: called with a number from 0 to 1 while weights are read.
+
+    Attributes:
+        config, library, weight_format: as given.
+        formats: those of the matrices, the most frequent first; each one of FORMATS.
 
     Raises:
         UnsupportedModelError: the kernels do not support a layer; the message names the property.
@@ -94,7 +109,7 @@ class NativeModel:
         weights: WeightSource,
         *,
         library: Library,
-        int8: bool,
+        weight_format: str,
         max_model_len: int,
         threads: int = 1,
         on_progress: Callable[[float], None] = lambda _: None,
@@ -104,19 +119,17 @@ class NativeModel:
             raise UnsupportedModelError(reason)
         self.config = config
         self.library = library
-        self.int8 = int8
+        self.weight_format = weight_format
         self._threads = threads
         self._weights = weights
-        self._arena = Arena(self._num_bytes())
+        matrices = [(self._format(name), shape) for name, shape in weight_shapes(config) if len(shape) == 2]
+        self.formats = [form for form, _ in Counter(form for form, _ in matrices).most_common()]
+        self._arena = Arena(sum(library.matrix_bytes(form, *shape) for form, shape in matrices))
         self._kept: list[FloatArray] = []  # arrays outside the arena that the structures point to
         c = config
         # The biggest tensor first, while nothing else takes memory.
-        if c.tie_word_embeddings:
-            embedding = None
-            head = self._matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        else:
-            embedding = self._embedding()
-            head = self._matrix("lm_head.weight", c.vocab_size, c.hidden_size)
+        embedding = self._matrix(_EMBEDDING, c.vocab_size, c.hidden_size)
+        head = embedding if c.tie_word_embeddings else self._matrix(_HEAD, c.vocab_size, c.hidden_size)
         tables = self._rotary_tables(max_model_len)
         layers = (LayerStruct * c.num_hidden_layers)()
         for i, layer in enumerate(c.layers):
@@ -124,30 +137,23 @@ class NativeModel:
             layers[i].cosines, layers[i].sines = tables[layer.attention.rope]
             on_progress((i + 1) / c.num_hidden_layers)
         first = c.layers[0]
+        narrowing = NARROWINGS.index(weight_format if weight_format in NARROWINGS else "blocks")
         self._struct = ModelStruct(
             c.hidden_size, first.mlp.intermediate_size, c.num_hidden_layers, first.attention.num_heads,
-            c.num_key_value_heads, c.head_dim, c.vocab_size, int8, first.norm.eps, embedding, layers,
+            c.num_key_value_heads, c.head_dim, c.vocab_size, narrowing, first.norm.eps, embedding, layers,
             self._vector("model.norm.weight", c.hidden_size), head,
         )  # fmt: skip
         del self._weights
 
+    def describe_weights(self) -> str:
+        """The formats of the weights in words."""
+        if self.weight_format == "stored":
+            return f"{' and '.join(self.formats)} as stored"
+        return self.weight_format
+
     def engine(self, kv: Structure) -> "NativeEngine":
         """The forward pass over a KV cache."""
         return NativeEngine(self, self._struct, kv)
-
-    def _num_bytes(self) -> int:
-        c, first = self.config, self.config.layers[0]
-        q_size, kv_size, inter = first.attention.q_size, first.attention.kv_size, first.mlp.intermediate_size
-        of_layer = [
-            (q_size + 2 * kv_size, c.hidden_size), (c.hidden_size, q_size),
-            (2 * round_up(inter, GROUP), c.hidden_size), (c.hidden_size, inter),
-        ]  # fmt: skip
-        size = self.library.weight_bytes
-        total = c.num_hidden_layers * sum(size(n, k, int8=self.int8) for n, k in of_layer)
-        total += size(c.vocab_size, c.hidden_size, int8=self.int8)
-        if not c.tie_word_embeddings:
-            total += round_up(c.vocab_size * c.hidden_size * 2, ALIGNMENT)
-        return total
 
     def _rotary_tables(self, max_model_len: int) -> dict[RopeConfig | None, tuple[int | None, int | None]]:
         """Addresses of the cosines and sines of each kind of rotation, [max_model_len, head_dim / 2] each."""
@@ -166,63 +172,52 @@ class NativeModel:
         hidden_size, attention = self.config.hidden_size, spec.attention
         name = f"model.layers.{i}"
         layer.input_norm = self._vector(f"{name}.input_layernorm.weight", hidden_size)
-        layer.qkv = self._linear(
-            {
-                f"{name}.self_attn.q_proj": attention.q_size,
-                f"{name}.self_attn.k_proj": attention.kv_size,
-                f"{name}.self_attn.v_proj": attention.kv_size,
-            },
-            hidden_size,
-            attention.qkv_bias,
-        )
+        layer.q = self._matrix(f"{name}.self_attn.q_proj.weight", attention.q_size, hidden_size, attention.qkv_bias)
+        layer.k = self._matrix(f"{name}.self_attn.k_proj.weight", attention.kv_size, hidden_size, attention.qkv_bias)
+        layer.v = self._matrix(f"{name}.self_attn.v_proj.weight", attention.kv_size, hidden_size, attention.qkv_bias)
         if attention.qk_norm:
             layer.q_norm = self._vector(f"{name}.self_attn.q_norm.weight", attention.head_dim)
             layer.k_norm = self._vector(f"{name}.self_attn.k_norm.weight", attention.head_dim)
-        layer.o = self._linear({f"{name}.self_attn.o_proj": hidden_size}, attention.q_size, attention.o_bias)
+        layer.o = self._matrix(f"{name}.self_attn.o_proj.weight", hidden_size, attention.q_size, attention.o_bias)
         layer.post_norm = self._vector(f"{name}.post_attention_layernorm.weight", hidden_size)
-        layer.gate_up = self._gate_up(f"{name}.mlp", spec.mlp)
-        layer.down = self._linear({f"{name}.mlp.down_proj": hidden_size}, spec.mlp.intermediate_size, spec.mlp.bias)
+        inter, has_bias = spec.mlp.intermediate_size, spec.mlp.bias
+        layer.gate = self._matrix(f"{name}.mlp.gate_proj.weight", inter, hidden_size, has_bias)
+        layer.up = self._matrix(f"{name}.mlp.up_proj.weight", inter, hidden_size, has_bias)
+        layer.down = self._matrix(f"{name}.mlp.down_proj.weight", hidden_size, inter, has_bias)
 
-    def _linear(self, parts: dict[str, int], in_size: int, has_bias: bool) -> Structure:
-        """One projection out of several that read the same input: name → output size."""
-        weight = torch.cat([self._get(f"{name}.weight", out, in_size) for name, out in parts.items()])
-        bias = None
-        if has_bias:
-            bias = torch.cat([self._get(f"{name}.bias", out) for name, out in parts.items()])
-        return self._pack(weight, bias)
+    def _matrix(self, name: str, rows: int, columns: int, has_bias: bool = False) -> Structure:
+        form = self._format(name)
+        n, k = round_up(rows, PANEL), round_up(columns, GROUP)
+        data = self._arena.take(self.library.matrix_bytes(form, rows, columns))
+        source = self._source(name, form, rows, columns)
+        num_bad = self.library.pack(form, source, rows, columns, data, self._threads)
+        if num_bad:
+            problem = f"has {num_bad} groups of weights whose scale is NaN or infinite; the file is damaged"
+            raise self._weights.damaged(name, problem)
+        bias = self._padded(self._get(name.removesuffix("weight") + "bias", rows), n) if has_bias else None
+        return WeightsStruct(pointer(data), bias, n, k, FORMATS.index(form))
 
-    def _gate_up(self, name: str, spec: MLPSpec) -> Structure:
-        inter = spec.intermediate_size
-        gates = round_up(inter, GROUP)
+    def _format(self, name: str) -> str:
+        """Which of FORMATS a matrix is packed in."""
+        if self.weight_format == "stored":
+            return self._weights.block_format(name) or "Q8_0"
+        if self.weight_format == "int4":
+            return "Q8_0" if name in (_EMBEDDING, _HEAD) else "Q4_1"
+        # A table that is only looked up is not worth rounding to int8.
+        is_looked_up = name == _EMBEDDING and not self.config.tie_word_embeddings
+        return "INT8" if self.weight_format == "int8" and not is_looked_up else "BF16"
 
-        def interleave(kind: str, *in_size: int) -> torch.Tensor:
-            parts = []
-            for part in ("gate_proj", "up_proj"):
-                padded = torch.zeros(gates, *in_size)
-                padded[:inter] = self._get(f"{name}.{part}.{kind}", inter, *in_size)
-                parts.append(padded.view(-1, 1, GATES, *in_size))
-            return torch.cat(parts, dim=1).reshape(2 * gates, *in_size)
+    def _source(self, name: str, form: str, rows: int, columns: int) -> Array:
+        if self.weight_format == "stored" and self._weights.block_format(name) is not None:
+            return self._weights.blocks(name, (rows, columns)).contiguous().numpy()
+        values = self._get(name, rows, columns).contiguous().numpy()
+        if form in ("BF16", "INT8"):
+            return values
+        from gguf import GGMLQuantizationType, quants
 
-        bias = interleave("bias") if spec.bias else None
-        return self._pack(interleave("weight", self.config.hidden_size), bias)
-
-    def _matrix(self, name: str, rows: int, columns: int) -> Structure:
-        return self._pack(self._get(name, rows, columns), None)
-
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Structure:
-        n, k = round_up(weight.shape[0], PANEL), round_up(weight.shape[1], GROUP)
-        data = self._arena.take(n * k * (1 if self.int8 else 2))
-        scales = self._arena.take(n * 4).view(np.float32) if self.int8 else None
-        self.library.pack(weight.contiguous().numpy(), data, scales, self._threads)
-        bias_at = None if bias is None else self._padded(bias, n)
-        return WeightsStruct(pointer(data), pointer(scales), bias_at, n, k)
-
-    def _embedding(self) -> int | None:
-        c = self.config
-        data = self._arena.take(c.vocab_size * c.hidden_size * 2)
-        table = torch.from_numpy(data).view(torch.bfloat16).view(c.vocab_size, c.hidden_size)
-        table.copy_(self._weights.get("model.embed_tokens.weight", (c.vocab_size, c.hidden_size), torch.bfloat16))
-        return pointer(data)
+        padded = np.pad(values, ((0, 0), (0, -columns % BLOCK_GROUP)))
+        blocks: Array = quants.quantize(padded, GGMLQuantizationType[form])
+        return blocks
 
     def _vector(self, name: str, size: int) -> int | None:
         return self._padded(self._get(name, size), round_up(size, GROUP))

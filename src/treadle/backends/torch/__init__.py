@@ -28,6 +28,8 @@ def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
     if device.type == "cuda" and (settings.int8_weights or settings.int8_kv):
         field = "quantization" if settings.int8_weights else "kv_cache_dtype"
         raise ConfigError(field, "int8 is supported only on the CPU; set device to cpu")
+    if settings.quantization == "int4":
+        raise ConfigError("quantization", "int4 needs the native CPU kernels; set it to int8 or none")
     if settings.kv_cache_dtype == "bfloat16" and _dtype(settings, device) != torch.bfloat16:
         raise ConfigError(
             "kv_cache_dtype", "bfloat16 with dtype float32 needs the native CPU kernels; set it to auto"

@@ -49,7 +49,7 @@ class TorchBackend:
 
     def __str__(self) -> str:
         name = str(self._model.dtype).removeprefix("torch.")
-        numbers = describe_numbers(name, int8_weights=self._model.int8, int8_kv=self._int8_kv)
+        numbers = describe_numbers("int8" if self._model.int8 else name, kv="int8" if self._int8_kv else name)
         return f"{numbers} on {self.device.type} with torch"
 
     @torch.inference_mode()

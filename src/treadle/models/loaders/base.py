@@ -23,6 +23,21 @@ class WeightSource(Protocol):
         """The tensor `name` in `dtype`; ModelLoadError if it is missing, misshapen or not finite."""
         ...
 
+    def block_format(self, name: str) -> str | None:
+        """GGUF's name of the block format in which the tensor is stored, such as "Q4_K"; None if it is in none."""
+        ...
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The blocks of a tensor that has a block format: uint8 [rows, row_bytes]; raises as `get` does.
+
+        The blocks are not checked for numbers that are not finite.
+        """
+        ...
+
+    def damaged(self, name: str, problem: str) -> ModelLoadError:
+        """The error for a tensor whose values cannot be used; `problem` follows the tensor's name."""
+        ...
+
 
 class TensorReader(Protocol):
     """The tensors of a model's files by their own names.
@@ -44,6 +59,14 @@ class TensorReader(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor `name`, floats of any width; raises like `shape`, and ModelLoadError if reading fails."""
+        ...
+
+    def block_format(self, name: str) -> str | None:
+        """GGUF's name of the tensor's block format, None if it is in none; raises like `shape`."""
+        ...
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """The blocks of such a tensor: uint8 [*shape[:-1], row_bytes]; raises like `shape`."""
         ...
 
 
@@ -75,11 +98,27 @@ class CheckpointWeights:
         least, greatest = torch.aminmax(tensor)  # both NaN if an element is
         if not (torch.isfinite(least) and torch.isfinite(greatest)):
             num_bad = int(tensor.numel() - torch.isfinite(tensor).sum())
-            raise ModelLoadError(
-                f"{self._tensors.path}: {own_name} has {num_bad} values that are NaN or infinite in "
-                f"{str(dtype).removeprefix('torch.')}; the file is damaged, or needs a wider dtype"
+            type_name = str(dtype).removeprefix("torch.")
+            raise self.damaged(
+                name,
+                f"has {num_bad} values that are NaN or infinite in {type_name}; "
+                f"the file is damaged, or needs a wider dtype",
             )
         return tensor
+
+    def block_format(self, name: str) -> str | None:
+        """GGUF's name of the block format of the tensor `name`, None if it is in none."""
+        return self._tensors.block_format(self._map.name_of(name))
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The blocks of the tensor `name`, in the order of its rows: uint8 [rows, row_bytes]."""
+        own_name = self._map.name_of(name)
+        blocks = self._tensors.blocks(own_name)
+        return self._convert(name, own_name, blocks, (*shape[:-1], blocks.shape[-1]))
+
+    def damaged(self, name: str, problem: str) -> ModelLoadError:
+        """The error for a tensor whose values cannot be used; `problem` follows the file's and the tensor's name."""
+        return ModelLoadError(f"{self._tensors.path}: {self._map.name_of(name)} {problem}")
 
     def _convert(self, name: str, own_name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         found = f"{self._tensors.path}: {own_name} has shape {tuple(tensor.shape)}"

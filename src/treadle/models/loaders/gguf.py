@@ -1,9 +1,11 @@
 """Reads a GGUF file: its metadata as spec and tokenizer, its tensors decoded to float32."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from treadle.core.errors import ModelLoadError, UnsupportedModelError
@@ -21,7 +23,8 @@ from treadle.models.loaders.gguf_file import GGUFFile, TensorInfo
 from treadle.text import ChatTemplate
 from treadle.text.gguf_tokenizer import eos_token_ids_from_gguf, tokenizer_from_gguf
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+SUPPORTED_TYPES = ("F32", "F16", "BF16", *BLOCK_TYPES)
 
 # GGUF's keys → SamplingParams.
 SAMPLING_FIELDS = {
@@ -82,6 +85,7 @@ class GGUFReader:
     def __init__(self, file: GGUFFile) -> None:
         self.path = file.path
         self._file = file
+        self._previous: TensorInfo | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor `name`.
@@ -97,10 +101,29 @@ class GGUFReader:
         from gguf import GGMLQuantizationType, quants
 
         info, kind = self._find(name)
-        raw = self._file.raw(info)
+        raw = self._raw(info)
         if kind is GGMLQuantizationType.F32:
             return torch.from_numpy(raw.view(np.float32).copy())
         return torch.from_numpy(quants.dequantize(raw, kind).astype(np.float32, copy=False))
+
+    def block_format(self, name: str) -> str | None:
+        """The name of the tensor's block format, None if it is stored as floats; raises like `shape`."""
+        type_name: str = self._find(name)[1].name
+        return type_name if type_name in BLOCK_TYPES else None
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """The tensor's blocks, uint8 [*shape[:-1], row_bytes], in the mapped file; raises like `shape`."""
+        raw = self._raw(self._find(name)[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the array is not writable, and nothing writes to it
+            return torch.from_numpy(raw)
+
+    def _raw(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
+        # Of the mapped file, one tensor at a time takes memory.
+        if self._previous is not None:
+            self._file.forget(self._previous)
+        self._previous = info
+        return self._file.raw(info)
 
     def _find(self, name: str) -> tuple[TensorInfo, Any]:
         """Where the tensor lies, and its GGMLQuantizationType."""

@@ -95,6 +95,13 @@ class GGUFFile:
         raw = np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=start)
         return raw.reshape(*info.shape[:-1], info.row_bytes)
 
+    def forget(self, info: TensorInfo) -> None:
+        """Let the system take back the memory of a tensor's bytes; they are read again if they are needed."""
+        if hasattr(self._data, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
+            start = self._data_start + info.offset
+            aligned = start - start % mmap.PAGESIZE
+            self._data.madvise(mmap.MADV_DONTNEED, aligned, start - aligned + info.num_bytes)
+
     def _read_header(self) -> None:
         if self._data[:4] != b"GGUF":
             raise ModelLoadError(f"{self.path}: is not a GGUF file (it starts with {self._data[:4]!r})")

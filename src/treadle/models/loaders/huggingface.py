@@ -107,6 +107,14 @@ class SafetensorsReader:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def block_format(self, name: str) -> str | None:
+        """Always None: quantized checkpoints are refused."""
+        return None
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """Not called, since no tensor has a block format."""
+        raise NotImplementedError
+
 
 def _safetensors_paths(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"

@@ -79,6 +79,17 @@ inline void store_int8(int8_t* p, vi x) {
 inline void store_int(void* p, vi x) { _mm512_storeu_si512(p, x); }
 inline vi keep_even(vi pairs) { return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff)); }
 
+// W numbers of 16 or 8 bits as floats.
+inline vf load_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+inline vf load_unsigned(const uint8_t* p) {
+  return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline vf load_signed(const int8_t* p) {
+  return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline vi low_nibbles(vi bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
+inline vi high_nibbles(vi bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
+
 #else
 
 constexpr int W = 8;
@@ -125,6 +136,16 @@ inline void store_int8(int8_t* p, vi x) {
 }
 inline void store_int(void* p, vi x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 inline vi keep_even(vi pairs) { return _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff)); }
+
+inline vf load_half(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+inline vf load_unsigned(const uint8_t* p) {
+  return to_float(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline vf load_signed(const int8_t* p) {
+  return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline vi low_nibbles(vi bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+inline vi high_nibbles(vi bytes) { return low_nibbles(_mm256_srli_epi16(bytes, 4)); }
 
 #endif
 
@@ -271,6 +292,37 @@ inline vi dot4(vi acc, const w4& w, const int8_t* x) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w.magnitude, xs), _mm256_set1_epi16(1)));
 }
 #endif
+
+// The same for weights without a sign that have at most BITS < 8 bits, added up over quads number 0, 1, … of a group
+// whose number of quads is a multiple of 8. VNNI needs no room for the sums; the others add up products in 16 bits for
+// as long as they fit, and then widen them.
+template <int BITS>
+struct UnsignedSum {
+  vi wide;
+#if defined(__AVX512VNNI__)
+  inline void add(int, vi w, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    wide = _mm512_dpbusd_epi32(wide, w, _mm512_set1_epi32(four));
+  }
+#else
+  static constexpr int FIT = BITS <= 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;  // FIT × 2 × 127 × (2^BITS - 1) < 2^15
+  vi narrow;
+  inline void add(int quad, vi w, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+#if defined(__AVX512F__)
+    const vi pairs = _mm512_maddubs_epi16(w, _mm512_set1_epi32(four));
+    narrow = quad % FIT == 0 ? pairs : _mm512_add_epi16(narrow, pairs);
+    if (quad % FIT == FIT - 1) wide = add_int(wide, _mm512_madd_epi16(narrow, _mm512_set1_epi16(1)));
+#else
+    const vi pairs = _mm256_maddubs_epi16(w, _mm256_set1_epi32(four));
+    narrow = quad % FIT == 0 ? pairs : _mm256_add_epi16(narrow, pairs);
+    if (quad % FIT == FIT - 1) wide = add_int(wide, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
+#endif
+  }
+#endif
+};
 
 // Calls run(std::integral_constant<int, count>()) for a count from 1 to MAX, so that loops over `count` are unrolled.
 template <int MAX, class Run>

@@ -14,22 +14,21 @@ extern "C" {
 // Mirrored by treadle.backends.cpu.library; sizes are the model's, without padding unless noted.
 struct Layer {
   const float* input_norm;  // [padded hidden]
-  Weights qkv;
+  Weights q, k, v;
   const float* q_norm;  // [head_dim] or null
   const float* k_norm;
   Weights o;
   const float* post_norm;
-  Weights gate_up;  // in each panel 16 gates, then 16 ups
-  Weights down;
+  Weights gate, up, down;
   const float* cosines;  // [positions, head_dim / 2]
   const float* sines;
 };
 
 struct Model {
   int32_t hidden, intermediate, layers, heads, kv_heads, head_dim, vocab;
-  int32_t weights_int8;
+  int32_t narrowing;  // of activations, as the formats of all weights but `embedding` need it
   float eps;
-  const bf16* embedding;  // [vocab, hidden], or null: rows of `head`
+  Weights embedding;
   const Layer* layer;
   const float* norm;
   Weights head;
@@ -74,23 +73,24 @@ class Buffer {
 // Buffers for activations of up to `rows` rows of up to `k` columns.
 class ActivationBuffer {
  public:
-  Activations get(size_t rows, int64_t k, bool is_int8) {
-    Activations x{nullptr, nullptr, nullptr, nullptr, int32_t(k), is_int8};
-    if (is_int8) {
-      x.bytes = bytes_.get(rows * k);
-      x.scales = scales_.get(rows * (k / GROUP));
-      x.corrections = corrections_.get(rows * (k / GROUP));
-    } else {
+  Activations get(size_t rows, int64_t k, int32_t narrowing) {
+    Activations x{nullptr, nullptr, nullptr, nullptr, nullptr, int32_t(k), narrowing};
+    if (narrowing == NARROW_BF16) {
       x.narrow = narrow_.get(rows * k);
+      return x;
     }
+    x.bytes = bytes_.get(rows * k);
+    x.scales = scales_.get(rows * (k / BLOCK_GROUP));
+    x.sums = sums_.get(rows * (k / PART));
+    x.offsets = offsets_.get(rows * (k / BLOCK_GROUP));
     return x;
   }
 
  private:
   Buffer<act> narrow_;
   Buffer<int8_t> bytes_;
-  Buffer<float> scales_;
-  Buffer<int32_t> corrections_;
+  Buffer<float> scales_, offsets_;
+  Buffer<int32_t> sums_;
 };
 
 // The highest logit of a row and the lowest id that has it.
@@ -133,13 +133,14 @@ class Engine {
     const int T = step.tokens;
     const int64_t hidden = round_up(m_.hidden, GROUP), inter = round_up(m_.intermediate, GROUP);
     const int64_t width = int64_t(m_.heads) * m_.head_dim, attended = round_up(width, GROUP);
-    const int64_t qkv_width = round_up(width + 2 * int64_t(m_.kv_heads) * m_.head_dim, PANEL);
-    const bool int8 = m_.weights_int8;
+    const int64_t qkv_width = q_width() + 2 * kv_width();
+    const int32_t narrowing = m_.narrowing;
     hidden_ = hidden_buffer_.get(T * hidden);
     float* qkv = qkv_.get(T * qkv_width);
     float* out = attended_.get(T * attended);
     float* product = product_.get(T * inter);
-    const Activations x = x_.get(T, hidden, int8), a = a_.get(T, attended, int8), p = p_.get(T, inter, int8);
+    const Activations x = x_.get(T, hidden, narrowing), a = a_.get(T, attended, narrowing),
+                      p = p_.get(T, inter, narrowing);
     Queries q{nullptr, nullptr, nullptr, nullptr};
     if (kv_.is_int8) {
       q.bytes = query_bytes_.get(size_t(T) * m_.heads * kv_.dim);
@@ -159,20 +160,24 @@ class Engine {
     Pool::instance().run(step.threads, [&](Team team) {
       AttentionScratch& scratch = *scratch_[team.thread()];
       AttentionLayer mine = attention;
-      team.loop(T, [&](int t) { embed(step.token_ids[t], hidden_ + t * hidden); });
+      team.loop(T, [&](int t) { unpack_row(m_.embedding, step.token_ids[t], hidden_ + t * hidden); });
       for (int i = 0; i < m_.layers; ++i) {
         const Layer& layer = m_.layer[i];
         norm_rows(team, x, T, layer.input_norm);
-        gemm(team, layer.qkv, x, T, Store{qkv, int(qkv_width), layer.qkv.bias});
+        const int stride = int(qkv_width);
+        gemm<Store, 3>(team, x, T,
+                       {{layer.q, {qkv, stride, layer.q.bias}},
+                        {layer.k, {qkv + q_width(), stride, layer.k.bias}},
+                        {layer.v, {qkv + q_width() + kv_width(), stride, layer.v.bias}}});
         team.loop(T, [&](int t) { rotate_and_store(step, layer, i, t, qkv + t * qkv_width, q); });
         mine.layer = i;
         team.queue(int(items_.size()), [&](int n) { attend(mine, items_[n], scratch); });
         narrow_rows(team, a, out, T);
-        gemm(team, layer.o, a, T, Add{hidden_, int(hidden), layer.o.bias});
+        gemm<Add, 1>(team, a, T, {{layer.o, {hidden_, int(hidden), layer.o.bias}}});
         norm_rows(team, x, T, layer.post_norm);
-        gemm(team, layer.gate_up, x, T, SiluMul{product, int(inter), layer.gate_up.bias});
+        gemm_silu_mul(team, x, T, layer.gate, layer.up, product, int(inter));
         narrow_rows(team, p, product, T);
-        gemm(team, layer.down, p, T, Add{hidden_, int(hidden), layer.down.bias});
+        gemm<Add, 1>(team, p, T, {{layer.down, {hidden_, int(hidden), layer.down.bias}}});
       }
     });
   }
@@ -180,13 +185,13 @@ class Engine {
   // For `count` tokens of the last step: the most likely next token, and logits for those with place ≥ 0.
   void logits(const int32_t* tokens, int count, const int32_t* place, float* out, int32_t* best_ids, int threads) {
     const int64_t hidden = round_up(m_.hidden, GROUP);
-    const Activations x = x_.get(count, hidden, m_.weights_int8);
+    const Activations x = x_.get(count, hidden, m_.narrowing);
     Best* best = best_.get(size_t(count) * threads);
     for (int i = 0; i < count * threads; ++i) best[i] = {-std::numeric_limits<float>::infinity(), 0};
     Pool::instance().run(threads, [&](Team team) {
       Best* mine = best + size_t(count) * team.thread();
       team.loop(count, [&](int i) { norm_row(x, i, hidden_ + tokens[i] * hidden, m_.hidden, m_.norm, m_.eps); });
-      gemm(team, m_.head, x, count, Logits{out, place, mine, m_.vocab});
+      gemm<Logits, 1>(team, x, count, {{m_.head, {out, place, mine, m_.vocab}}});
     });
     for (int i = 0; i < count; ++i) {
       Best b = best[i];
@@ -204,12 +209,9 @@ class Engine {
     team.loop(rows, [&](int t) { norm_row(x, t, hidden_ + t * hidden, m_.hidden, weight, m_.eps); });
   }
 
-  void embed(int token, float* out) const {
-    const int hidden = int(round_up(m_.hidden, GROUP));
-    if (!m_.embedding) return unpack_row(m_.head, token, out);
-    for (int i = 0; i < m_.hidden; ++i) out[i] = bf16_to_float(m_.embedding[size_t(token) * m_.hidden + i]);
-    for (int i = m_.hidden; i < hidden; ++i) out[i] = 0.0f;
-  }
+  // Columns of the queries, and of the keys or the values, in a row of the buffer that the three share.
+  int64_t q_width() const { return round_up(int64_t(m_.heads) * m_.head_dim, PANEL); }
+  int64_t kv_width() const { return round_up(int64_t(m_.kv_heads) * m_.head_dim, PANEL); }
 
   // Normalize and rotate one token's queries and keys, and store them and its values where attention reads them.
   void rotate_and_store(const Step& step, const Layer& layer, int i, int t, const float* qkv, const Queries& q) const {
@@ -225,7 +227,7 @@ class Engine {
     }
     const int block = step.tables[step.rows[t] * step.table_stride + position / kv_.block_size];
     const int slot = position % kv_.block_size;
-    const float *keys = qkv + m_.heads * D, *values = keys + m_.kv_heads * D;
+    const float *keys = qkv + q_width(), *values = keys + kv_width();
     for (int h = 0; h < m_.kv_heads; ++h) {
       rotate_head(keys + h * D, D, kv_.dim, layer.k_norm, m_.eps, cosines, sines, head);
       std::memcpy(value, values + h * D, D * sizeof(float));

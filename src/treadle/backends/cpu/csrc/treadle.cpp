@@ -17,7 +17,7 @@ struct AbiEntry {
 #define TREADLE_SIZE(type) {"sizeof " #type, int64_t(sizeof(type))}
 
 constexpr AbiEntry ABI[] = {
-    {"PANEL", PANEL}, {"GROUP", GROUP}, {"GATES", GATES}, {"CELL", CELL},
+    {"PANEL", PANEL}, {"GROUP", GROUP}, {"BLOCK_GROUP", BLOCK_GROUP}, {"CELL", CELL},
     {"MAX_HEAD_DIM", MAX_DIM}, {"MAX_GROUP_SIZE", MAX_ROWS},
     TREADLE_SIZE(Weights), TREADLE_SIZE(Layer), TREADLE_SIZE(Model), TREADLE_SIZE(KVCache), TREADLE_SIZE(Step),
     TREADLE_SIZE(Draws), TREADLE_SIZE(Reports), TREADLE_SIZE(Penalties),
@@ -44,13 +44,15 @@ const AbiEntry* treadle_abi() { return ABI; }
 
 // Packing
 
-void treadle_pack_bf16(const float* source, int32_t rows, int32_t columns, void* data, int32_t threads) {
-  pack_bf16(source, rows, columns, static_cast<bf16*>(data), threads);
+// Bytes of a packed matrix [rows, columns].
+int64_t treadle_matrix_bytes(int32_t format, int32_t rows, int32_t columns) {
+  return int64_t(round_up(rows, PANEL) / PANEL * panel_bytes(format, int(round_up(columns, GROUP))));
 }
 
-void treadle_pack_int8(const float* source, int32_t rows, int32_t columns, void* data, float* scales,
-                       int32_t threads) {
-  pack_int8(source, rows, columns, static_cast<int8_t*>(data), scales, threads);
+// source: floats [rows, columns] for bfloat16 and int8, else the file's blocks; data: zeros of treadle_matrix_bytes.
+// Returns the number of groups whose scale is not finite.
+int64_t treadle_pack(int32_t format, const void* source, int32_t rows, int32_t columns, void* data, int32_t threads) {
+  return pack(Format(format), source, rows, columns, static_cast<char*>(data), threads);
 }
 
 // The engine
