@@ -62,3 +62,43 @@ def test_pieces_equal_a_search_in_the_whole_text(pieces, stops, keep):
     first_complete = min(text.find(stop) + len(stop) for stop in stops if stop in text)
     assert start + len(found) >= first_complete
     assert len("".join(pieces[: len(shown) - 1])) < first_complete
+
+
+def reference(pieces, stops):
+    """What `feed` returns, from a search in the whole text after each piece."""
+    text, num_shown, shown = "", 0, []
+    for piece in pieces:
+        text += piece
+        matches = [(text.find(stop), i) for i, stop in enumerate(stops) if stop in text]
+        if matches:
+            position, number = min(matches)
+            return [*shown, text[num_shown:position]], stops[number]
+        starts = [stop[:length] for stop in stops for length in range(1, len(stop))]
+        held = max((len(start) for start in starts if text.endswith(start)), default=0)
+        shown.append(text[num_shown : len(text) - held])
+        num_shown = len(text) - held
+    return [*shown, text[num_shown:]], None
+
+
+@examples(2000)
+@given(
+    pieces=st.lists(st.text("ab", max_size=6), max_size=16),
+    stops=st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=6),
+)
+def test_each_piece_equals_a_search_in_the_whole_text(pieces, stops):
+    assert feed(pieces, stops) == reference(pieces, stops)
+
+
+def test_the_work_is_proportional_to_the_text(monkeypatch):
+    tried = []
+    may_start = StopStringMatcher._may_start
+    monkeypatch.setattr(
+        StopStringMatcher, "_may_start", lambda self, text: tried.append(text) or may_start(self, text)
+    )
+    # Almost a stop string, again and again: each time all that was held back is released.
+    stops = ["a" * 1000 + f"b{i}" for i in range(64)]
+    pieces = ["aaaa"] * 240 + ["c"] + ["aaaa"] * 400 + ["d"]
+    shown, found = feed(pieces, stops)
+    assert found is None
+    assert "".join(shown) == "".join(pieces)
+    assert len(tried) <= len("".join(pieces)) + len(pieces)

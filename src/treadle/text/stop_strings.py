@@ -1,10 +1,14 @@
 """Stop strings in a stream of text."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 
 class StopStringMatcher:
     """Holds back text that may be the start of a stop string, and finds the first stop string.
+
+    The cost of a piece of text depends on its own length: each of its characters is compared with the end of every
+    stop string, and moves the start of the text that is held back by at most one character.
 
     Args:
         stop_strings: non-empty strings.
@@ -13,6 +17,8 @@ class StopStringMatcher:
 
     def __init__(self, stop_strings: Sequence[str], *, include_in_output: bool = False) -> None:
         self._stop_strings = tuple(stop_strings)
+        self._sorted = sorted(self._stop_strings)
+        self._max_held = max(map(len, self._stop_strings), default=1) - 1
         self._include_in_output = include_in_output
         self._held = ""
         self.found: str | None = None
@@ -27,28 +33,34 @@ class StopStringMatcher:
         """
         if not may_stop:
             return self.flush() + text
+        num_held = len(self._held)
         text = self._held + text
-        # The earliest match; of two at the same position, the first in the list.
-        matches = [(text.find(stop), i) for i, stop in enumerate(self._stop_strings)]
-        first = min((match for match in matches if match[0] >= 0), default=None)
-        if first is not None:
-            position, number = first
-            self.found = self._stop_strings[number]
-            self._held = ""
-            return text[: position + len(self.found)] if self._include_in_output else text[:position]
-        held = max((self._overlap(text, stop) for stop in self._stop_strings), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        # The text held back contains no stop string, so one ends in the new text or there is none.
+        for end in range(num_held + 1, len(text) + 1):
+            if text.endswith(self._stop_strings, 0, end):
+                return self._stop(text)
+        # What is held back is the longest suffix that a stop string starts with. It starts where the previous one
+        # did or later.
+        start = max(0, len(text) - self._max_held)
+        while start < len(text) and not self._may_start(text[start:]):
+            start += 1
+        self._held = text[start:]
+        return text[:start]
 
     def flush(self) -> str:
         """The text held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-        for length in range(min(len(text), len(stop) - 1), 0, -1):
-            if text.endswith(stop[:length]):
-                return length
-        return 0
+    def _stop(self, text: str) -> str:
+        """End `text` at the earliest stop string; of two that start there, at the first in the list."""
+        matches = [(text.find(stop), i) for i, stop in enumerate(self._stop_strings)]
+        position, number = min(match for match in matches if match[0] >= 0)
+        self.found = self._stop_strings[number]
+        self._held = ""
+        return text[: position + len(self.found)] if self._include_in_output else text[:position]
+
+    def _may_start(self, suffix: str) -> bool:
+        """Whether a stop string starts with `suffix`: the first that is not before it in order does, if any does."""
+        i = bisect_left(self._sorted, suffix)
+        return i < len(self._sorted) and self._sorted[i].startswith(suffix)
