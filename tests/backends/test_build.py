@@ -205,11 +205,12 @@ def test_compilation_is_repeated_after_a_compiler_leaves_a_broken_file(cache, tm
     calls = tmp_path / "calls"
     for action in ("exit 0", 'printf broken > "$last"', 'head -c 20000 /bin/sh > "$last"'):
         calls.write_text("")
-        monkeypatch.setenv("CXX", script(tmp_path, f'for last; do :; done; echo "$last" >> {calls}; {action}'))
+        work = f'for last; do :; done; echo "$last" >> {calls}; {action}'
+        monkeypatch.setenv("CXX", script(tmp_path, f'[ "$1" = --version ] && exit; {work}'))
         for _ in range(2):
             with pytest.raises(KernelBuildError, match=r"left (no file|a file that cannot be loaded).*CXX"):
                 library_path("avx2", FAST, small)
-        assert len([line for line in calls.read_text().splitlines() if line.endswith(".so")]) == 2
+        assert len(calls.read_text().splitlines()) == 2
         assert not list(cache.glob("*.so"))
 
 
