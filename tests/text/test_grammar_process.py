@@ -152,6 +152,25 @@ def test_known_grammars_do_not_wait_for_new_ones(compiler):
     assert new.result(PATIENCE_S).text != known.text
 
 
+def test_the_memory_for_answers_is_bounded(compiler, monkeypatch):
+    monkeypatch.setattr("treadle.text.grammar.KEPT_ANSWER_BYTES", 20_000)
+    asked = []
+    compile_there = compiler.process.compile
+    monkeypatch.setattr(compiler.process, "compile", lambda params: asked.append(params) or compile_there(params))
+    for i in range(4):  # each takes some 6 kB: the text of the regular expression, twice
+        compiler.compile(StructuredOutputsParams(regex=f"[a-z]{{{i + 1}}}" + "b" * 3000))
+    compiler.compile(StructuredOutputsParams(regex="[a-z]{4}" + "b" * 3000))
+    assert len(asked) == 4  # the newest is known
+    compiler.compile(StructuredOutputsParams(regex="[a-z]{1}" + "b" * 3000))
+    assert len(asked) == 5  # the oldest is not
+    with pytest.raises(InvalidRequestError):
+        compiler.compile(StructuredOutputsParams(regex="(" + "a" * 30_000))  # too large to be kept at all
+    compiler.compile(StructuredOutputsParams(regex="[a-z]{1}" + "b" * 3000))
+    assert len(asked) == 7
+    assert compiler._answer_bytes == sum(answer.num_bytes(key) for key, answer in compiler._answers.items())
+    assert 0 < compiler._answer_bytes <= 20_000
+
+
 def test_two_requests_with_the_same_grammar_compile_once(compiler, monkeypatch):
     asked = []
     compile_there = compiler.process.compile

@@ -3,6 +3,7 @@
 llguidance comes with the extra `structured` and is imported when the first request asks for a form.
 """
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 KEPT_GRAMMARS = 32
 """Compiled grammars that are kept when no request holds them."""
-KEPT_ANSWERS = 1024
-"""Grammars, compiled or refused, of which the process need not be asked again."""
+KEPT_ANSWER_BYTES = 64 * 2**20
+"""Memory for grammars, compiled or refused, of which the process need not be asked again."""
 PARENT_STACK_BYTES = 2 * LIMITS.stack_bytes
 """What compiles in the process compiles here, with room to spare."""
 
@@ -90,7 +91,8 @@ class GrammarCompiler:
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, _Answer] = {}  # by what was asked, the oldest first
+        self._answer_bytes = 0
         self._kept: deque[Grammar] = deque(maxlen=KEPT_GRAMMARS)
         self._in_use: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
 
@@ -155,13 +157,19 @@ class GrammarCompiler:
                 if self.process.pid is None:  # it may have been the machine's fault: not to be remembered
                     raise
                 answer = _Answer(None, error.problem)
-            self._answers[key] = answer
-            if len(self._answers) > KEPT_ANSWERS:
-                del self._answers[next(iter(self._answers))]
+            self._keep(key, answer)
         if answer.text is None:
             assert answer.problem is not None
             raise InvalidRequestError(FIELD, answer.problem)
         return self._compile_text(answer.text)
+
+    def _keep(self, key: str, answer: "_Answer") -> None:
+        """Remember an answer; of those that are too much, the oldest are forgotten."""
+        self._answers[key] = answer
+        self._answer_bytes += answer.num_bytes(key)
+        while self._answer_bytes > KEPT_ANSWER_BYTES:
+            oldest = next(iter(self._answers))
+            self._answer_bytes -= self._answers.pop(oldest).num_bytes(oldest)
 
     def _compile_text(self, text: str) -> Grammar:
         grammar = self._in_use.get(text)
@@ -183,3 +191,7 @@ class _Answer(NamedTuple):
 
     text: str | None
     problem: str | None
+
+    def num_bytes(self, key: str) -> int:
+        """The memory that the answer takes, with what was asked."""
+        return sum(map(sys.getsizeof, (key, self, *self)))
