@@ -1,8 +1,9 @@
 """A process for work on what cannot be trusted: work that crashes or stalls there harms only its own request.
 
 The parent writes a line of JSON for each piece of work and reads one. The process starts with the first piece,
-ends with the parent (end of file), and is replaced after a crash or a timeout. It gets neither the parent's threads
-nor its environment. Each piece has limits of CPU time, time, memory and stack.
+ends with the parent (end of file), and is replaced after a crash, a timeout, or work that leaves too much memory in
+use. It gets neither the parent's threads nor its environment. Each piece has limits of CPU time, time, memory and
+stack.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from treadle.core.errors import EngineError, cut
 
@@ -37,7 +38,8 @@ class Limits:
     Attributes:
         cpu_s: whole seconds of CPU time.
         wall_s: seconds.
-        num_bytes: memory beyond that of the idle process.
+        num_bytes: address space beyond what the process has when the piece begins. A process that has grown by as
+            much since it started is replaced.
         stack_bytes: stack of the thread that works.
     """
 
@@ -67,11 +69,16 @@ class LimitedProcess:
         self._script = script
         self.limits = limits
         self._process: subprocess.Popen[bytes] | None = None
+        self._idle_bytes = 0
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none, or after it has ended."""
-        if self._process is not None and self._process.poll() is not None:  # somebody killed it
+        """Of the process; None while there is none, after it has ended, or when it has to be replaced."""
+        process = self._process
+        # Somebody killed it, or the work done so far has left too much in use.
+        if process is not None and (
+            process.poll() is not None or _address_space(process.pid) > self._idle_bytes + self.limits.num_bytes
+        ):
             self._end()
         return None if self._process is None else self._process.pid
 
@@ -86,6 +93,7 @@ class LimitedProcess:
             WorkFailed: the script refuses `setup`.
         """
         # The file itself, not a package's module: no program's `__main__` is involved, and no folder of its user.
+        setup_line = json.dumps(setup)
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         environment["PYTHONUTF8"] = "1"
@@ -100,12 +108,13 @@ class LimitedProcess:
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)  # a process that stands still must not stop its parent
         self._stop = weakref.finalize(self, _stop, self._process)
-        answer = self._ask(json.dumps(setup), MAX_START_S)
+        answer = self._ask(setup_line, MAX_START_S)
         if answer is None:
             raise EngineError(f"the process of {self._script.name} did not start (exit status {self._end()})")
         if "failed" in answer:
             self._end()
             raise WorkFailed(answer["failed"])
+        self._idle_bytes = _address_space(self._process.pid)
 
     def ask(self, work: str) -> dict[str, Any]:
         """The answer to a piece of work, given as JSON on one line.
@@ -131,6 +140,15 @@ class LimitedProcess:
         """The answer; None if the process has ended or had to be killed."""
         process = self._process
         assert process is not None
+        try:
+            return self._exchange(process, line, timeout_s)
+        except BaseException:  # such as Ctrl-C: the answer that is still to come must not become the next one's
+            process.kill()
+            self._end()
+            raise
+
+    @staticmethod
+    def _exchange(process: "subprocess.Popen[bytes]", line: str, timeout_s: float) -> dict[str, Any] | None:
         assert process.stdin is not None
         assert process.stdout is not None
         deadline = time.monotonic() + timeout_s
@@ -189,7 +207,7 @@ def serve(prepare: Callable[[Any], Work], limits: Limits) -> None:
             answer.
         limits: of each piece.
     """
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.stack_size(limits.stack_bytes)
@@ -199,25 +217,37 @@ def serve(prepare: Callable[[Any], Work], limits: Limits) -> None:
     os._exit(0)  # the parent has gone, whatever is being done
 
 
-def _work(prepare: Callable[[Any], Work], limits: Limits, lines: "queue.SimpleQueue[str]", answers: Any) -> None:
-    answer: dict[str, Any] = {}
+def _work(prepare: Callable[[Any], Work], limits: Limits, lines: "queue.SimpleQueue[str]", answers: BinaryIO) -> None:
+    answer = _line()
     try:
         work = prepare(json.loads(lines.get()))
     except BaseException as error:  # panics of extensions among them
-        answer = {"failed": cut(str(error), MAX_ERROR_CHARS) or type(error).__name__}
+        answer = _line(failed=cut(str(error), MAX_ERROR_CHARS) or type(error).__name__)
     while True:
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(answer)
         answers.flush()
         line = lines.get()
-        _limit(limits)
         try:
-            answer = work(json.loads(line))
+            _limit(limits)
+            answer = _line(**work(json.loads(line)))
         except RecursionError:
-            answer = {"exceeded": "is too deeply nested"}
+            answer = _line(exceeded="is too deeply nested")
         except MemoryError:
-            answer = {"exceeded": f"takes more than {limits.num_bytes >> 20} MiB"}
+            answer = _line(exceeded=f"takes more than {limits.num_bytes >> 20} MiB")
         except BaseException as error:  # panics of extensions among them
-            answer = {"failed": cut(str(error), MAX_ERROR_CHARS) or f"cannot be read ({type(error).__name__})"}
+            answer = _line(failed=cut(str(error), MAX_ERROR_CHARS) or f"cannot be read ({type(error).__name__})")
+
+
+def _line(**answer: Any) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
+
+
+def _address_space(pid: int) -> int:
+    """Size of a process's address space in bytes; 0 where there is no /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        return 0
 
 
 def _limit(limits: Limits) -> None:
@@ -229,8 +259,8 @@ def _limit(limits: Limits) -> None:
     seconds = math.ceil(usage.ru_utime + usage.ru_stime) + limits.cpu_s
     resource.setrlimit(resource.RLIMIT_CPU, (seconds if most < 0 else min(seconds, most), most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(FileNotFoundError):  # where there is no /proc, there is no limit of memory
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        num_bytes = pages * resource.getpagesize() + limits.num_bytes
+    num_bytes = _address_space(os.getpid())
+    if num_bytes:  # otherwise there is no limit of memory
+        num_bytes += limits.num_bytes
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes if most < 0 else min(num_bytes, most), most))
