@@ -23,6 +23,8 @@ M_ARENA_MAX = -8
 
 MOST_OPEN_FILES = 2**16
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 EXAMPLES = """examples:
   treadle serve
   treadle serve --quantization int8 --port 9000
@@ -168,9 +170,12 @@ def run(args: argparse.Namespace) -> int:
         log_level="warning" if args.quiet else "info",
         grace_s=args.shutdown_grace,
     )
-    # uvicorn shuts down on these signals and then raises them again; an orderly shutdown is not an error.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+    # uvicorn handles these signals while it runs, and then raises them again for the handlers that were there before.
+    # A signal that comes before it runs must not be lost; one that comes after it changes nothing about the end.
+    for number in STOP_SIGNALS:
+        signal.signal(number, server.handle_exit)
     _freeze_objects()
     server.run()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     return 0 if server.started else 1

@@ -84,8 +84,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
         yield
-        service.is_stopping = True
-        await service.engine.shut_down()
+        await service.shut_down()
 
     app = FastAPI(title="Treadle", version=__version__, lifespan=lifespan, responses=ERRORS)
     app.state.service = service

@@ -30,7 +30,7 @@ async def render_chat(service: Service, request: ChatRequest) -> RenderedChat:
             variables=request.chat_template_kwargs,
         )
 
-    return await asyncio.wrap_future(process.submit(render))
+    return await service.result_of(asyncio.wrap_future(process.submit(render)))
 
 
 class Chat(Call[ChatRequest]):

@@ -83,7 +83,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.02)
         if engine.num_unfinished_requests and engine.error is None:
             logger.warning("%d requests were ended before they had finished", engine.num_unfinished_requests)
-        await engine.shut_down()
+        await self._service.shut_down()
         for listener in self._listeners:
             loop.remove_reader(listener)
             listener.close()

@@ -3,8 +3,8 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HTTPRequest
 
@@ -15,6 +15,8 @@ from treadle.core.sampling_params import SamplingParams
 from treadle.engine.async_engine import AsyncEngine, RequestStream
 from treadle.text.input_processor import Prompt, RequestOptions
 from treadle.trace.state_record import describe_state
+
+T = TypeVar("T")
 
 MAX_PROMPTS = 1024
 """Maximum number of prompts in one HTTP request."""
@@ -65,6 +67,7 @@ class Service:
         self.check_length = built.input_processor.check_length
         self.created = int(time.time())
         self.is_stopping = False
+        self._work: set[asyncio.Future[Any]] = set()
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
@@ -118,18 +121,19 @@ class Service:
         # Held until the requests have it. Compiling may take seconds, and happens in no thread that others need.
         grammar = None
         if params.structured_outputs is not None:
-            grammar = await asyncio.wrap_future(
-                self._built.input_processor.grammars.submit(params.structured_outputs)
-            )
+            compiling = self._built.input_processor.grammars.submit(params.structured_outputs)
+            grammar = await self.result_of(asyncio.wrap_future(compiling))
         # Tokenizing a long text takes a while and releases the GIL.
-        requests = await asyncio.to_thread(
-            lambda: self._built.input_processor.make_requests(
-                ids,
-                prompts,
-                [params] * len(prompts),
-                [options] * len(prompts),
-                arrival_time=self._built.engine.clock.now(),
-                add_special_tokens=add_special_tokens,
+        requests = await self.result_of(
+            asyncio.to_thread(
+                lambda: self._built.input_processor.make_requests(
+                    ids,
+                    prompts,
+                    [params] * len(prompts),
+                    [options] * len(prompts),
+                    arrival_time=self._built.engine.clock.now(),
+                    add_special_tokens=add_special_tokens,
+                )
             )
         )
         del grammar
@@ -144,6 +148,26 @@ class Service:
                     code="context_length_exceeded",
                 )
         return await self.engine.add(requests, stream=stream)
+
+    async def result_of(self, work: Awaitable[T]) -> T:
+        """The result of work in another thread; EngineError if the server ends before it is there."""
+        future = asyncio.ensure_future(work)
+        self._work.add(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not self.is_stopping:
+                raise
+            raise EngineError("the server is shutting down") from None
+        finally:
+            self._work.discard(future)
+
+    async def shut_down(self) -> None:
+        """End all requests with errors, those included that are still being prepared."""
+        self.is_stopping = True
+        await self.engine.shut_down()
+        for future in list(self._work):
+            future.cancel()
 
     async def finish(self, streams: Sequence[RequestStream], http: HTTPRequest) -> list[RequestOutput]:
         """The final output of each request.
