@@ -120,3 +120,14 @@ def test_a_fault_of_the_scheduler_ends_every_stream(run, monkeypatch):
         raise ValueError("it is broken")
 
     run(script, all_free=False)
+
+
+def test_the_outputs_of_a_stream_share_the_prompts_list(run):
+    async def script(engine, add):
+        (stream,) = await add("a")
+        outputs = [output async for output in stream]
+        assert len(outputs) > 1
+        assert outputs[0].prompt_token_ids == [5, 6, 7]
+        assert all(output.prompt_token_ids is outputs[0].prompt_token_ids for output in outputs)
+
+    run(script)

@@ -110,7 +110,7 @@ class RequestOutput:
     Attributes:
         request_id: the request's id in the engine.
         prompt: the prompt's text; None when token ids were given.
-        prompt_token_ids: the prompt's token ids.
+        prompt_token_ids: the prompt's token ids; all outputs of a request share the list.
         prompt_logprobs: one mapping per prompt token, None for the first; None unless requested.
         outputs: the generated sequences.
         finished: whether the whole request has ended.

@@ -5,6 +5,7 @@ A request without streaming, stop strings and logprobs costs nothing here until 
 
 import logging
 from collections.abc import Iterable
+from functools import cached_property
 
 from treadle.core.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from treadle.core.request import FinishReason, Request, Sequence
@@ -120,6 +121,11 @@ class _RequestState:
                 self._prompt_texts = TokenTexts(tokenizer, skip_special_tokens=False)
                 self._prompt_texts.push(int(request.prompt_token_ids[0]))
 
+    @cached_property
+    def _prompt_token_ids(self) -> list[int]:
+        ids: list[int] = self.request.prompt_token_ids.tolist()
+        return ids
+
     def completion(self, seq: Sequence) -> "_CompletionState":
         """The state of one of the request's sequences."""
         state = self._completions.get(seq.index)
@@ -167,7 +173,7 @@ class _RequestState:
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids.tolist(),
+            prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs,
             outputs=sorted(outputs, key=lambda output: output.index),
             finished=finished,
