@@ -15,7 +15,14 @@ from treadle.backends.cpu import BUILDS, best_build, load_library, missing_featu
 from treadle.backends.cpu.build import library_path
 from treadle.backends.cpu.library import KVCacheStruct, WeightsStruct
 
-RUNNABLE = [build for build in BUILDS if not missing_features(build)]
+# A processor that has AVX512's encoding of AVX-VNNI's instruction runs that build with it.
+_ENCODED_OTHERWISE = {"avx_vnni": ("-mno-avxvnni", "-mavx512vl", "-mavx512vnni", "-DTREADLE_VNNI_256")}
+_OTHER_FLAGS = {
+    build: flags
+    for build, flags in _ENCODED_OTHERWISE.items()
+    if missing_features(build) and not missing_features("avx512_vnni")
+}
+RUNNABLE = [build for build in BUILDS if not missing_features(build) or build in _OTHER_FLAGS]
 SANITIZED = bool(os.environ.get("TREADLE_TEST_SANITIZE"))
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g") if SANITIZED else ()
 
@@ -36,13 +43,15 @@ def native_library(build=None):
     build = build or best_build()
     if build is None:
         pytest.skip("this processor has no native kernels")
-    return load_library(build, FLAGS)
+    return load_library(build, (*FLAGS, *_OTHER_FLAGS.get(build, ())))
 
 
 @cache
 def native_ops(build):
     """Return the library of ops.cpp for a build, whose functions run one operation of the kernels each."""
-    dll = ctypes.CDLL(str(library_path(build, FLAGS, Path(__file__).with_name("ops.cpp"))))
+    dll = ctypes.CDLL(
+        str(library_path(build, (*FLAGS, *_OTHER_FLAGS.get(build, ())), Path(__file__).with_name("ops.cpp")))
+    )
     for name, arguments in OPS.items():
         getattr(dll, name).argtypes = arguments
         getattr(dll, name).restype = None

@@ -33,6 +33,7 @@ BUILDS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
     "avx512_vnni": (*_AVX512, "avx512_vnni"),
     "avx512": _AVX512,
+    "avx_vnni": ("avx2", "fma", "f16c", "avx_vnni"),
     "avx2": ("avx2", "fma", "f16c"),
 }
 """Builds of the kernels, best first, and the processor features (as Linux names them) that each needs."""
@@ -216,7 +217,7 @@ def _compiler() -> list[str]:
 
 
 def _isa_flags(build: str) -> tuple[str, ...]:
-    return tuple("-m" + feature.replace("avx512_", "avx512") for feature in BUILDS[build])
+    return tuple("-m" + feature.replace("avx512_", "avx512").replace("avx_", "avx") for feature in BUILDS[build])
 
 
 def _cache_folder() -> Path:
@@ -235,7 +236,7 @@ def _texts(source: Path) -> list[str]:
     """Names and contents of all that is compiled."""
     texts = []
     try:
-        for path in sorted({*SOURCES.iterdir(), source}):
+        for path in sorted({*SOURCES.rglob("*.h"), *SOURCES.glob("*.cpp"), source}):
             texts += [path.name, path.read_text(encoding="utf-8")]
     except (OSError, ValueError) as error:
         raise KernelBuildError(

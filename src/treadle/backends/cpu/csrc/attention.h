@@ -20,12 +20,6 @@ constexpr int MAX_TOKENS = 16;  // most tokens of a work item
 constexpr float PROBABILITY_STEPS = 127 * 128;
 constexpr int CELL_V = CELL / W;  // vectors across a cell's tokens
 
-#if defined(__AVX512F__)
-constexpr int ATTENTION_ROWS = 6, ATTENTION_CELLS = 4, ATTENTION_V = 4;
-#else
-constexpr int ATTENTION_ROWS = 4, ATTENTION_CELLS = 1, ATTENTION_V = 2;
-#endif
-
 struct AttentionItem {
   int32_t token;     // first, among the step's tokens
   int32_t count;     // tokens

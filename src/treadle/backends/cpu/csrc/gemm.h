@@ -8,13 +8,7 @@
 
 namespace treadle {
 
-// Rows and vectors of a tile, so that all sums, a panel's vectors and one activation fit the registers.
-#if defined(__AVX512F__)
-constexpr int ROWS_BF16 = 6, ROWS_INT8 = 6, ROWS_BLOCKS = 6;
-#else
-constexpr int ROWS_BF16 = 4, ROWS_INT8 = 2, ROWS_BLOCKS = 2;
-#endif
-constexpr int MAX_TILE_ROWS = 6;
+constexpr int MAX_TILE_ROWS = std::max({ROWS_BF16, ROWS_INT8, ROWS_BLOCKS});
 constexpr int V = 2;                    // vectors of a row in a tile's inner loop
 constexpr int PASSES = PANEL / (V * W);  // inner loops that cover a panel
 

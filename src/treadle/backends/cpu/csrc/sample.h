@@ -129,20 +129,12 @@ class RowSampler {
       vf sum = zero();
       for_vectors(n, [&](int i, int count) {
         const vf p = load_first(p_.data() + b * BLOCK + i, count, 0.0f);
-        sum = add(sum, at_least(p, least));
+        sum = add(sum, zero_below(p, least));
       });
       blocks_[b] = reduce_add(sum);
       total += blocks_[b];
     }
     return total;
-  }
-
-  static vf at_least(vf p, float least) {
-#if defined(__AVX512F__)
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(p, set1(least), _CMP_GE_OQ), p);
-#else
-    return _mm256_and_ps(_mm256_cmp_ps(p, set1(least), _CMP_GE_OQ), p);
-#endif
   }
 
   int count(float least) const {
