@@ -105,7 +105,7 @@ def attacks():
         Attack("290 k stop ids", COMPLETIONS, head + _fill(b"7", b'"stop_token_ids": [', most=580_000), field="stop"),
         Attack("290 k allowed ids", COMPLETIONS, head + _fill(b"7", b'"allowed_token_ids": [', most=580_000),
                field="allowed_token_ids"),
-        _json("log-probabilities of 4 × 2,000 prompt tokens", COMPLETIONS,
+        _json("log-probabilities of 4 × 900 prompt tokens", COMPLETIONS,
               {"prompt": [[11] * 900] * 4, "max_tokens": 1, "prompt_logprobs": 20}, status=200),
         _json("1,024 prompts with 32 answers each", COMPLETIONS,
               {"prompt": [[i + 5, 5] for i in range(1024)], "n": 32, "max_tokens": 10}, field="n"),

@@ -37,7 +37,11 @@ class Part:
 SCORED_TOKEN_COST = 8
 """Cost, in tokens of the budget, of a prompt token whose log-probabilities the request asks for (`prompt_logprobs`).
 
-Such a token needs a row of logits, as a sampled token does, and a ranking of the vocabulary.
+Such a token needs a row of logits, as a sampled token does, and a ranking of the vocabulary. In time it costs 1.3
+plain tokens (SmolLM2-135M, int8, 2 cores, prompts of 900 tokens with 20 log-probabilities each: 0.58 ms against
+0.46 ms). The cost is higher to keep steps short for the requests that decode, because short chunks cost little here.
+With 512 tokens a step, the longest step takes 320 ms at a cost of 1, 190 ms at 2, 62 ms at 8 and 25 ms at 16; four
+prompts take 2.09, 2.13, 2.21 and 2.25 s in all.
 """
 
 
