@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no nati
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 33, 64, 150)]
 
 
-def twin_of(loaded, *, int8):
+def torch_model_of(loaded, *, int8):
     return TorchModel(
         loaded.config, loaded.weights, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512, int8=int8
     )
@@ -50,10 +50,10 @@ def prompt_logprobs(loaded, model, **options):
 def test_the_native_forward_pass_equals_torch(name, int8, tmp_path):
     make_model(name, tmp_path, scale=0.12)
     loaded = load_model(str(tmp_path))
-    twin = prompt_logprobs(loaded, twin_of(loaded, int8=int8), int8_kv=int8)
+    expected = prompt_logprobs(loaded, torch_model_of(loaded, int8=int8), int8_kv=int8)
     ours = prompt_logprobs(loaded, native_of(loaded, int8=int8), int8_kv=int8)
     # Both round. A difference of one unit in the last place of the narrow type grows from layer to layer.
-    assert np.abs(ours - twin).mean() < 0.04 * np.abs(twin).std()
+    assert np.abs(ours - expected).mean() < 0.04 * np.abs(expected).std()
 
 
 @pytest.mark.parametrize("build", RUNNABLE)
@@ -61,9 +61,9 @@ def test_the_native_forward_pass_equals_torch(name, int8, tmp_path):
 def test_weights_and_kv_can_have_different_number_formats(build, int8, int8_kv, tmp_path):
     make_model("llama3", tmp_path, scale=0.12)
     loaded = load_model(str(tmp_path))
-    twin = prompt_logprobs(loaded, twin_of(loaded, int8=int8), int8_kv=int8_kv)
+    expected = prompt_logprobs(loaded, torch_model_of(loaded, int8=int8), int8_kv=int8_kv)
     ours = prompt_logprobs(loaded, native_of(loaded, int8=int8, build=build), int8_kv=int8_kv)
-    assert np.abs(ours - twin).mean() < 0.04 * np.abs(twin).std()
+    assert np.abs(ours - expected).mean() < 0.04 * np.abs(expected).std()
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -116,14 +116,14 @@ def rounded(library, packed, x):
     return x.double(), weight.double()
 
 
-def twin_linear(library, packed, x, bias=None):
+def torch_linear(library, packed, x, bias=None):
     return F.linear(*rounded(library, packed, x), None if bias is None else torch.from_numpy(bias).double())
 
 
-def assert_close(ours, twin, tolerance, floor=1e-6):
+def assert_close(ours, expected, tolerance, floor=1e-6):
     """Assert that errors are at most `tolerance` times the largest value, or times `floor` if that is larger."""
-    scale = max(float(twin.abs().max()), floor)
-    assert float((ours.double() - twin.double()).abs().max()) <= tolerance * scale
+    scale = max(float(expected.abs().max()), floor)
+    assert float((ours.double() - expected.double()).abs().max()) <= tolerance * scale
 
 
 @examples(100)
@@ -142,7 +142,7 @@ def test_linear_equals_torch(library, seed, rows, n, k, form, has_bias):
     bias = normal(rng, n) if has_bias else None
     packed = Packed(library, weight, form, bias)
     out = linear(library, packed, x, threads=1 + seed % 3)
-    assert_close(out[:, :n], twin_linear(library, packed, x, bias), 1e-5, floor=k**0.5)
+    assert_close(out[:, :n], torch_linear(library, packed, x, bias), 1e-5, floor=k**0.5)
     assert (out[:, n:] == 0).all()
 
 
@@ -196,8 +196,8 @@ def test_block_formats_are_exact_at_their_extremes(library, form, sign):
         assert library.pack(form, blocks, 33, 512, data) == 0
         packed.struct = WeightsStruct(pointer(data), None, packed.n, packed.k, FORMATS.index(form))
         weight = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[form])).double()
-        twin = F.linear(torch.from_numpy(x).double(), weight)
-        assert_close(linear(library, packed, x)[:, :33], twin, 2e-6)
+        expected = F.linear(torch.from_numpy(x).double(), weight)
+        assert_close(linear(library, packed, x)[:, :33], expected, 2e-6)
 
 
 @pytest.mark.parametrize("form", BLOCK_FORMATS)
@@ -241,8 +241,8 @@ def test_gate_and_up_equals_torch(library, seed, rows, inter, k, forms):
         byref(gate.struct), byref(up.struct), pointer(x), rows, k, pointer(out), 2
     )
     out = torch.from_numpy(out)
-    twin = F.silu(twin_linear(library, gate, x)) * twin_linear(library, up, x)
-    assert_close(out[:, :inter], twin, 3e-5, floor=k**0.5)
+    expected = F.silu(torch_linear(library, gate, x)) * torch_linear(library, up, x)
+    assert_close(out[:, :inter], expected, 3e-5, floor=k**0.5)
     assert (out[:, inter:] == 0).all()
 
 
@@ -255,10 +255,10 @@ def test_rms_norm_equals_torch(library, seed, size, narrowing):
     native_ops(library.build).treadle_op_rms_norm(
         pointer(x), pointer(weight), size, 1e-5, NARROWINGS.index(narrowing), pointer(out)
     )
-    twin = reference.rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-5)
+    expected = reference.rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-5)
     # Half a unit in the last place of the narrow type.
     step = 2**-7 if narrowing == "bfloat16" else 1 / 127
-    assert_close(torch.from_numpy(out), twin, 0.501 * step + 1e-5)
+    assert_close(torch.from_numpy(out), expected, 0.501 * step + 1e-5)
 
 
 @FAST
@@ -278,11 +278,11 @@ def test_rotary_embedding_equals_torch(library, seed, heads, half, has_norm):
         pointer(sin),
         pointer(out),
     )
-    twin = torch.from_numpy(x)
+    expected = torch.from_numpy(x)
     if has_norm:
-        twin = reference.rms_norm(twin, torch.from_numpy(weight), 1e-6)
+        expected = reference.rms_norm(expected, torch.from_numpy(weight), 1e-6)
     doubled = [torch.from_numpy(np.concatenate([t, t]))[None, None] for t in (cos, sin)]
-    assert_close(torch.from_numpy(out), reference.rotary(twin[None], *doubled)[0], 1e-5)
+    assert_close(torch.from_numpy(out), reference.rotary(expected[None], *doubled)[0], 1e-5)
 
 
 class Cache:
@@ -319,7 +319,7 @@ class Cache:
         return torch.from_numpy(out)
 
 
-def twin_attention(queries, keys, values, first, *, int8):
+def torch_attention(queries, keys, values, first, *, int8):
     """Compute attention in plain torch, with keys and values rounded as in the cache."""
     head_dim = queries.shape[-1]
     if int8:
@@ -353,7 +353,7 @@ def test_attention_equals_torch(library, seed, group, kv_heads, head_dim, block_
     cache.store(range(length), keys, values)
     out = cache.attend(first, queries)
     # Probabilities and, without int8, queries are rounded to bfloat16.
-    assert_close(out, twin_attention(queries, keys, values, first, int8=int8), 1.5e-2)
+    assert_close(out, torch_attention(queries, keys, values, first, int8=int8), 1.5e-2)
     # The result for a single token is bit-identical, in a cache without any later token.
     fresh = Cache(library, rng, **shape, int8=int8)
     cut = int(rng.integers(count))
@@ -386,7 +386,7 @@ def test_an_attention_sink_keeps_the_precision_of_other_values(library):
     for int8 in (False, True):
         cache = Cache(library, rng, block_size=16, kv_heads=1, head_dim=64, tokens=60, int8=int8)
         cache.store(range(60), keys, values)
-        assert_close(cache.attend(59, queries), twin_attention(queries, keys, values, 59, int8=int8), 2e-2)
+        assert_close(cache.attend(59, queries), torch_attention(queries, keys, values, 59, int8=int8), 2e-2)
 
 
 def test_cells_are_padded_to_the_vector_size(library):

@@ -227,9 +227,9 @@ def test_a_server_that_is_gone(tmp_path, capsys):
         pass
     options = ("--base-url", url, "--output", str(tmp_path / "r.json"))
     assert main(["bench", "serve", *options]) == 1
-    told = capsys.readouterr()
-    assert told.err == f"treadle: error: no server listens at {url} (Connection refused)\n"
-    assert told.out == ""
+    captured = capsys.readouterr()
+    assert captured.err == f"treadle: error: no server listens at {url} (Connection refused)\n"
+    assert captured.out == ""
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_server_without_models(models, words, capsys):
     with standing_in(stream()) as url, pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "MODELS", models.encode())
         assert main(["-q", "bench", "serve", "--base-url", url]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"treadle: error: {url}/v1/models ")
-    assert words in told
-    assert len(told.splitlines()) == 1
+    captured = capsys.readouterr().err
+    assert captured.startswith(f"treadle: error: {url}/v1/models ")
+    assert words in captured
+    assert len(captured.splitlines()) == 1

@@ -68,13 +68,13 @@ def test_refusals_are_counted(tmp_path, capsys):
     with running(max_num_queued_requests=1, max_num_seqs=1) as server:
         options = ("--num-requests", 12, "--concurrency", 12, "--output-len", 30, "--num-warmups", 0)
         assert bench(server, *options) == 0
-        told = capsys.readouterr().out
-        assert "failed" in told
-        assert "HTTP 503" in told
+        captured = capsys.readouterr().out
+        assert "failed" in captured
+        assert "HTTP 503" in captured
         assert bench(server, "--num-requests", 3, "--output-len", 5000) == 1
-        told = capsys.readouterr().out
-        assert "failed 3×: HTTP 400" in told
-        assert "3× max_tokens" in told
+        captured = capsys.readouterr().out
+        assert "failed 3×: HTTP 400" in captured
+        assert "3× max_tokens" in captured
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_refusals_are_counted(tmp_path, capsys):
 )
 def test_invalid_options_are_reported_in_one_line(server, capsys, options, word):
     assert bench(server, *options) == 2
-    told = capsys.readouterr().err
-    assert word in told
-    assert len(told.splitlines()) == 1
+    captured = capsys.readouterr().err
+    assert word in captured
+    assert len(captured.splitlines()) == 1
 
 
 def test_a_server_that_drops_the_connection(capsys):
@@ -118,7 +118,7 @@ def test_a_server_that_drops_the_connection(capsys):
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     assert main(["-q", "bench", "serve", "--base-url", url, "--num-requests", "3", "--num-warmups", "0"]) == 1
-    told = capsys.readouterr().out
-    assert "0 of 3 requests" in told
-    assert "failed 3×: stream cut before its end" in told
+    captured = capsys.readouterr().out
+    assert "0 of 3 requests" in captured
+    assert "failed 3×: stream cut before its end" in captured
     listener.close()

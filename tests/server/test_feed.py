@@ -56,7 +56,7 @@ def test_clients_join_fall_behind_and_catch_up(monkeypatch):
                 engine.add(f"r{len(names) - 1}", [len(names) % 50] * 9, 30)
             engine.step()
 
-    async def story():
+    async def scenario():
         run(20)  # nobody watches
         early = Reader(feed)
         await early.read(30)
@@ -92,4 +92,4 @@ def test_clients_join_fall_behind_and_catch_up(monkeypatch):
             await reader.events.aclose()
         assert not feed._followers
 
-    asyncio.run(story())
+    asyncio.run(scenario())

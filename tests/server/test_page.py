@@ -100,7 +100,7 @@ def test_queues_move_and_a_preemption_is_explained(small_server, open_page):
     expect(words).to_contain_text(
         re.compile(r"because page-\S+ needed a block, none was free, and this one ranks last")
     )
-    expect(page.locator("#story li.k-preempted").last).to_contain_text("is preempted")
+    expect(page.locator("#history li.k-preempted").last).to_contain_text("is preempted")
     expect(page.locator("#waiting .card.followed .why")).to_contain_text("is preempted")
     # The tooltip of the timeline says the same.
     note = page.locator("#note")
@@ -135,7 +135,7 @@ def test_the_chat_box_continues_its_conversation(small_server, open_page):
     small_server.wait_until_idle()
     expect(answers).to_have_count(1)
     expect(answers.first).not_to_be_empty()
-    expect(page.locator("#story-name")).to_contain_text("chatcmpl-page-")
+    expect(page.locator("#history-name")).to_contain_text("chatcmpl-page-")
     ask(page, "What is it?", tokens="20")
     expect(answers).to_have_count(2)
     expect(answers.nth(1)).not_to_be_empty()

@@ -1,4 +1,4 @@
-// The kernels one operation at a time, for tests against their torch twins. Compiled beside the library, over the
+// The kernels one operation at a time, for tests against their torch counterparts. Compiled beside the library, over the
 // same headers; not part of it.
 #include "step.h"
 

@@ -79,13 +79,13 @@ def test_a_record_contains_what_each_request_did(run):
 def test_the_history_of_a_request(run):
     engine, recording = run
     name = max(engine.finished.values(), key=lambda r: r.metrics.num_preemptions).request_id
-    story = recording.story(name)
-    assert story.startswith(f"Request {name}\n  arrived with ")
-    assert "ended (length)" in story
+    history = recording.history(name)
+    assert history.startswith(f"Request {name}\n  arrived with ")
+    assert "ended (length)" in history
     for p in engine.finished[name].metrics.preemptions:
-        assert f"preempted in step {p.step} by {p.for_request_id} ({p.mode})" in story
+        assert f"preempted in step {p.step} by {p.for_request_id} ({p.mode})" in history
     with pytest.raises(UsageError, match="there is no request 'nobody'; there are r0, r1"):
-        recording.story("nobody")
+        recording.history("nobody")
 
 
 def test_the_step_table(run):

@@ -25,7 +25,7 @@ EXAMPLES = f"""examples:
   treadle bench serve --base-url http://127.0.0.1:8001 --output result.json
 
 measurements:
-{report.DEFINITIONS}
+{report.METRICS_HELP}
 """
 
 DEFAULT_CONCURRENCY = 8

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--chrome-trace", f"{args.chrome_trace} cannot be written ({error})") from error
         print(f"{args.chrome_trace}: {len(recording.records)} steps; open it in ui.perfetto.dev or chrome://tracing")
     elif args.request is not None:
-        print(recording.story(args.request))
+        print(recording.history(args.request))
     else:
         print(recording.table(*_step_range(args.steps)))
     return 0

@@ -36,7 +36,7 @@ class Failure(StrEnum):
     NOT_CONNECTED = "no connection"
     NO_ANSWER = "connection closed before an answer"
     CUT = "stream cut before its end"
-    TOLD = "error in the stream"
+    IN_STREAM = "error in the stream"
     INVALID = "invalid answer"
     NO_TEXT = "no text"
     TIMEOUT = "timeout"
@@ -259,7 +259,7 @@ class _StreamReader:
                 raise ValueError(f"a chunk that is no JSON object: {event[:80].decode(errors='replace')}")
             error = _error_of(chunk)
             if error is not None:
-                self._result.fail(Failure.TOLD, error)
+                self._result.fail(Failure.IN_STREAM, error)
                 return
             self._take(chunk)
 

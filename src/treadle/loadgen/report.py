@@ -14,14 +14,14 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 MAX_ERRORS_SHOWN = 3
 """Error messages in the table per kind of failure; the plain data has them all."""
 
-DEFINITIONS = """\
-TTFT        time to first token: from sending a request to its first chunk with text
-TPOT        time per output token: (last - first chunk with text) / (output tokens - 1), one number per request
-ITL         inter-token latency: the time between two chunks with text of a stream, one number per pair
-E2E         end-to-end latency: from sending a request to the end of its stream
-throughput  of successful requests, per second between the first send and the last end
+METRICS_HELP = """\
+TTFT        time to first token: from sending the request to its first chunk with text
+TPOT        time per output token: (last - first chunk with text) / (output tokens - 1), one value per request
+ITL         inter-token latency: the time between two consecutive chunks with text, one value per pair
+E2E         end-to-end latency: from sending the request to the end of its stream
+throughput  successful requests only, per second from the first request sent to the end of the last one
 goodput     successful requests per second that met every bound of --goodput (DistServe, Zhong et al. 2024)
-late        how long after its due time a request was sent: the load generator's own lag
+late        how long after its scheduled time a request was sent: the lag of the load generator itself
 Percentiles are measured values (nearest rank)."""
 
 _BOUNDS: dict[str, "Callable[[Result], float | None]"] = {

@@ -1,6 +1,6 @@
 """The running sequences as rows of arrays, so that a step can process all of them with array operations.
 
-The scheduler fills and empties rows and records which rows the runner has to be told about. A sequence keeps its
+The scheduler fills and empties rows and records the changes for the next plan. A sequence keeps its
 row number while it runs; `rows` lists the used rows in rank order.
 """
 
@@ -68,7 +68,7 @@ class RunningBatch:
         self.sequences: npt.NDArray[np.object_] = np.full(max_num_seqs, None, dtype=np.object_)
         self.num_groups = 0
         self.drafts: dict[int, IntArray] = {}
-        # Rows filled and rows emptied since the last plan; the runner has to be told about both.
+        # Rows filled and rows emptied since the last plan; the next plan contains both.
         self._new_rows: dict[int, None] = {}
         self._freed_rows: dict[int, None] = {}
         self._many_stop_ids: dict[int, frozenset[int]] = {}

@@ -45,7 +45,7 @@ class Completion(Call[CompletionRequest]):
                 )
             self._num_generated = request.best_of
         # An echo without output: the engine generates one token, which is not returned.
-        self._tells_output = not (request.echo and request.max_tokens == 0)
+        self._returns_output = not (request.echo and request.max_tokens == 0)
 
     async def start(self) -> list[RequestStream]:
         """Queue the prompts."""
@@ -55,7 +55,7 @@ class Completion(Call[CompletionRequest]):
         needs_logprobs = request.logprobs is not None or self._num_generated != request.n
         params = request.sampling_params(
             self._service.sampling_defaults,
-            max_tokens=request.max_tokens if self._tells_output else 1,
+            max_tokens=request.max_tokens if self._returns_output else 1,
             logprobs=(request.logprobs or 0) if needs_logprobs else None,
             n=self._num_generated,
         )
@@ -88,7 +88,7 @@ class Completion(Call[CompletionRequest]):
                 choices.append(self._choice(number * self._request.n + i, output, completion))
         body = self._body(self.chunk_kind, choices)
         body["usage"] = usage_of(outputs)
-        if not self._tells_output:
+        if not self._returns_output:
             body["usage"]["completion_tokens"] = 0
             body["usage"]["total_tokens"] = body["usage"]["prompt_tokens"]
         return body
@@ -98,17 +98,24 @@ class Completion(Call[CompletionRequest]):
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JSON:
         request = self._request
-        told = completion if self._tells_output else CompletionOutput(completion.index, "", [], 0.0, [], "length")
+        reported = (
+            completion if self._returns_output else CompletionOutput(completion.index, "", [], 0.0, [], "length")
+        )
         prompt = ""
         if request.echo:
             prompt = output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
-        logprobs = self._logprobs(index, told, len(prompt))
+        logprobs = self._logprobs(index, reported, len(prompt))
         if logprobs is not None and request.echo:
             of_prompt = self._prompt_logprobs(prompt, output)
             logprobs = {name: of_prompt[name] + values for name, values in logprobs.items()}
-        choice: JSON = {"index": index, "text": prompt + told.text, "logprobs": logprobs, **finish_fields(told)}
+        choice: JSON = {
+            "index": index,
+            "text": prompt + reported.text,
+            "logprobs": logprobs,
+            **finish_fields(reported),
+        }
         if request.return_token_ids:
-            choice["token_ids"] = told.token_ids
+            choice["token_ids"] = reported.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids
         if request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output)

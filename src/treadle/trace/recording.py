@@ -63,7 +63,7 @@ class Recording:
                 table.add(record)
         return table.render()
 
-    def story(self, name: str) -> str:
+    def history(self, name: str) -> str:
         """The history of one request, a line for each change.
 
         Raises:

@@ -1,7 +1,7 @@
 """The forward pass on the native CPU kernels: weights packed for them in one of several formats.
 
 It interprets a ModelSpec and knows no architecture. The computation itself is in backends/cpu/csrc/step.h;
-backends/torch/model.py is its plain torch twin.
+backends/torch/model.py is its counterpart in plain torch.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Plain torch, on a CPU or with CUDA: the reference, and the twin of the native kernels."""
+"""Plain torch, on a CPU or with CUDA: the reference, and the counterpart of the native kernels."""
 
 import logging
 from collections.abc import Callable

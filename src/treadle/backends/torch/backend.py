@@ -1,4 +1,4 @@
-"""The forward pass in plain torch, on a CPU or with CUDA: the twin of the native one."""
+"""The forward pass in plain torch, on a CPU or with CUDA: the counterpart of the native one."""
 
 import numpy as np
 import torch

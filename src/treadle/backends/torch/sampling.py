@@ -1,4 +1,4 @@
-"""Sampling with plain torch, on any device: the twin of the native sampling kernels."""
+"""Sampling with plain torch, on any device: the counterpart of the native sampling kernels."""
 
 import numpy as np
 import numpy.typing as npt

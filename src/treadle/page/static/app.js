@@ -4,7 +4,7 @@ import { BlockView } from "./blocks.js";
 import { Charts } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Queues } from "./queues.js";
-import { Run, middle, shortName } from "./run.js";
+import { Run, median, shortName } from "./run.js";
 import { call, followServer, loadRecording, recording } from "./source.js";
 import { Timeline } from "./timeline.js";
 
@@ -112,7 +112,7 @@ function draw() {
   charts.draw(run, cursor);
   drawWords(step);
   drawEvents(step);
-  drawStory(step);
+  drawHistory(step);
 }
 
 function drawFigures(step) {
@@ -125,8 +125,8 @@ function drawFigures(step) {
     "tokens/step": step.tokens,
     "tokens/s": seconds > 0 ? Math.round(total / seconds).toLocaleString("en") : "–",
     "KV held": `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`,
-    TTFT: ms(middle(run.steps.slice(0, cursor + 1).flatMap((s) => s.ttfts).slice(-20))),
-    ITL: ms(middle(recent.filter((s) => s.itl !== null).map((s) => s.itl))),
+    TTFT: ms(median(run.steps.slice(0, cursor + 1).flatMap((s) => s.ttfts).slice(-20))),
+    ITL: ms(median(recent.filter((s) => s.itl !== null).map((s) => s.itl))),
   };
   at("figures").replaceChildren(
     ...Object.entries(figures).map(([name, value]) => {
@@ -175,13 +175,13 @@ function drawEvents(step) {
   );
 }
 
-function drawStory(step) {
-  at("story-panel").hidden = followed === null;
+function drawHistory(step) {
+  at("history-panel").hidden = followed === null;
   if (followed === null) return;
   const request = run.byNumber[followed];
-  at("story-name").textContent = request.id;
-  const lines = run.story(request, step.number);
-  at("story").replaceChildren(
+  at("history-name").textContent = request.id;
+  const lines = run.history(request, step.number);
+  at("history").replaceChildren(
     ...lines.slice(-40).map((l) =>
       line(l.kind, l.first === l.last ? `step ${l.first}` : `steps ${l.first}–${l.last}`, l.text, () => go(run.indexOf(l.first))),
     ),

@@ -176,7 +176,7 @@ export class Run {
       cells.set([request.number, kind, done, wanted], i * FIELDS);
     });
     if (waits.length) {
-      step.itl = middle(waits);
+      step.itl = median(waits);
       step.longestItl = Math.max(...waits);
     }
     return cells;
@@ -334,7 +334,7 @@ export class Run {
   }
 
   // The history of one request: one line for each run of steps in which it did the same.
-  story(request, lastStep) {
+  history(request, lastStep) {
     const lines = [];
     for (const step of this.steps) {
       if (step.number > lastStep) break;
@@ -417,8 +417,9 @@ export class BlockMap {
   }
 }
 
-// The median of the values; undefined for an empty array. Sorts the values in place.
-export function middle(values) {
+// The median of the values (of an even number, the upper one of the two in the middle); undefined for an empty array.
+// Sorts the values in place.
+export function median(values) {
   return values.sort((a, b) => a - b)[values.length >> 1];
 }
 
