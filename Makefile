@@ -14,8 +14,8 @@ help:
 	@echo "make test    set up what is missing, and run the whole test suite"
 	@echo "make sanitize  the tests of the native kernels under AddressSanitizer and UBSan"
 	@echo "make lint    formatting, lints and types"
-	@echo "make docs    write docs/settings.md from the settings' declarations"
-	@echo "make bench   what the scheduler and a step cost, and Treadle against its peers, on this machine"
+	@echo "make docs    generate docs/settings.md from the declarations of the settings"
+	@echo "make bench   measure the scheduler and a step, and compare Treadle with other engines, on this machine"
 	@echo "make clean   remove the virtual environment"
 
 $(READY): pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""Write docs/settings.md: the settings as EngineConfig declares them.
+"""Generate docs/settings.md from the declarations in EngineConfig.
 
 python docs/make_settings.py
 """
@@ -15,15 +15,16 @@ PAGE = Path(__file__).parent / "settings.md"
 
 TOP = """# Settings
 
-Keywords of `LLM(…)` and options of `treadle generate`, `chat` and `serve`. Each is declared once, in `EngineConfig`
-(`src/treadle/assembly/engine_config.py`) or in `SchedulingSettings` (`src/treadle/core/config.py`); `make docs`
-writes this page from there. `generate` and `chat` have no option for the setting `seed`: their `--seed` is the
-request's. A value that cannot work is refused with a `ConfigError` that names the setting, the value and the limit.
+Keyword arguments of `LLM(…)` and options of `treadle generate`, `chat` and `serve`. Each setting is declared once, in
+`EngineConfig` (`src/treadle/assembly/engine_config.py`) or in `SchedulingSettings` (`src/treadle/core/config.py`);
+`make docs` generates this page from the declarations. `generate` and `chat` have no option for the setting `seed`:
+their `--seed` sets the seed of the request. An invalid value raises a `ConfigError` that names the setting, the value
+and the limit.
 """
 
 
 def page() -> str:
-    """The text of docs/settings.md."""
+    """Return the text of docs/settings.md."""
     parts = [TOP]
     for group, entries in groupby(settings_of(EngineConfig).items(), key=lambda entry: entry[1].group):
         parts.append(f"\n## {group[0].upper()}{group[1:]}\n\n")
