@@ -1,7 +1,8 @@
 """Compares Treadle and its peers on the same requests, model and machine, in turns; also probes the machine.
 
     python bench/compare.py                                   all workloads, all installed engines
-    python bench/compare.py --workloads a d --engines treadle-int8 openvino --rounds 5
+    python bench/compare.py --workloads a d --engines treadle openvino --rounds 5
+    python bench/compare.py --model model.gguf                the engines that can read the file, on another model
 
 Each engine runs in its own process and environment (bench/README.md says how to install the peers) and is stopped
 during the turns of the others. Every round has fresh prompts, the same for all engines. Figures are medians over the
@@ -37,6 +38,7 @@ PEERS = HERE.parent / ".peers"
 TRACE = HERE.parent.parent / "shared" / "data" / "azure-llm-2023-conv.csv"
 
 ENGINES = {
+    "treadle": (None, "treadle", "model", []),
     "treadle-int8": (None, "treadle", "model", ["quantization=int8"]),
     "treadle-bf16": (None, "treadle", "model", ["dtype=bfloat16"]),
     "openvino": ("openvino", "openvino", "gguf", []),
@@ -50,11 +52,13 @@ ENGINES = {
 class Engine:
     """A worker process that is stopped except during its turns."""
 
-    def __init__(self, name: str, peers: Path) -> None:
+    def __init__(self, name: str, peers: Path, model_path: str = DEFAULT_MODEL) -> None:
         environment, worker, form, arguments = ENGINES[name]
         python = Path(sys.executable) if environment is None else peers / environment / "bin" / "python"
-        gguf = find_model(DEFAULT_MODEL)
-        model = {"model": DEFAULT_MODEL, "gguf": str(gguf), "safetensors": str(peers / "smollm2-bf16")}[form]
+        if form == "safetensors" and model_path != DEFAULT_MODEL:
+            raise FileNotFoundError("cannot read a GGUF file")
+        gguf = find_model(model_path) if model_path == DEFAULT_MODEL else model_path
+        model = {"model": model_path, "gguf": str(gguf), "safetensors": str(peers / "smollm2-bf16")}[form]
         if not python.exists():
             raise FileNotFoundError(f"{python}: not installed")
         if form == "safetensors" and not Path(model).exists():
@@ -165,6 +169,7 @@ def build_probe() -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a GGUF file (default: the embedded model)")
     parser.add_argument("--workloads", nargs="+", default=list("abcde"), choices=list("abcde"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -180,7 +185,7 @@ def main() -> None:
     engines: dict[str, Engine] = {}
     for name in args.engines:
         try:
-            engines[name] = Engine(name, args.peers)
+            engines[name] = Engine(name, args.peers, args.model)
             print(f"{name}: {engines[name].title}", flush=True)
         except (FileNotFoundError, RuntimeError) as error:
             print(f"{name}: not available ({error})", flush=True)
@@ -222,7 +227,7 @@ def main() -> None:
 
 
 def render(results: dict, titles: dict[str, str], machine: dict[str, list[float]]) -> str:
-    """A table of medians; each peer's figure is followed by Treadle's speed relative to it (int8 / bfloat16)."""
+    """A table of medians; each peer's figure is followed by Treadle's speed relative to it, for each format."""
     ours = [name for name in titles if name.startswith("treadle")]
     lines = [
         "tokens/s; in brackets, how many times as fast " + " / ".join(ours) + " are",

@@ -39,7 +39,7 @@ def decode_rate(engine: Engine, count: int, prompts: Prompts) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=["treadle-int8", "llama.cpp"], choices=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", default=["treadle", "llama.cpp"], choices=list(ENGINES))
     parser.add_argument("--loops", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
