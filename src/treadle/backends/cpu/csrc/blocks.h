@@ -146,7 +146,8 @@ inline int64_t pack_blocks(Format format, const uint8_t* source, int rows, int c
       std::memset(out, 0, group_bytes(f));
       continue;
     }
-    uint16_t* const d = reinterpret_cast<uint16_t*>(f.is_k ? panel + group_start(f, g / SUPER * SUPER) - header_bytes(f) : out);
+    char* const head = f.is_k ? panel + group_start(f, g / SUPER * SUPER) - header_bytes(f) : out;
+    uint16_t* const d = reinterpret_cast<uint16_t*>(head);
     for (int c = 0; c < PANEL; ++c) {
       BlockGroup x{};
       if (first + c < rows) x = read_group(format, source + size_t(first + c) * row_bytes, g);
@@ -208,7 +209,7 @@ inline void unpack_blocks(Format format, const char* panel, int c, int k, float*
   }
 }
 
-// source: floats or blocks, [rows, columns] → data of the padded size. Returns the number of groups that are not finite.
+// source: floats or blocks, [rows, columns] → data of the padded size. Returns how many groups are not finite.
 inline int64_t pack(Format format, const void* source, int rows, int columns, char* data, int threads) {
   const int k = int(round_up(columns, GROUP)), panels = int(round_up(rows, PANEL) / PANEL);
   std::atomic<int64_t> bad{0};

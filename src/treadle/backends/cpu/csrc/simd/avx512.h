@@ -39,10 +39,16 @@ inline vf keep_first(vf x, int n, float other) {
 inline uint32_t mask_ge(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline uint32_t mask_gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 
-inline vf zero_below(vf x, float least) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set1(least), _CMP_GE_OQ), x); }
+inline vf zero_below(vf x, float least) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set1(least), _CMP_GE_OQ), x);
+}
 
-inline float reduce_add(vf x) { return reduce_add_256(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
-inline float reduce_max(vf x) { return reduce_max_256(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
+inline float reduce_add(vf x) {
+  return reduce_add_256(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
+}
+inline float reduce_max(vf x) {
+  return reduce_max_256(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
+}
 
 inline vi shift_left_7(vi x) { return _mm512_slli_epi32(x, 7); }
 inline vi shift_right_7(vi x) { return _mm512_srli_epi32(x, 7); }
@@ -94,8 +100,8 @@ inline float from_act(act x) { return x; }
 #endif
 
 #if defined(__AVX512VNNI__)
-// VNNI multiplies unsigned by signed numbers: int8 weights are stored with 128 added, and a sum starts at -128 times the
-// sum of its activations.
+// VNNI multiplies unsigned by signed numbers: int8 weights are stored with 128 added, and a sum starts at -128 times
+// the sum of its activations.
 constexpr int WEIGHT_BIAS = 128;
 using w4 = vi;
 inline w4 load_w4(const void* p) { return load_int(p); }
@@ -123,8 +129,8 @@ inline vi dot4(vi acc, const w4& w, const int8_t* x) {
   return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(w.magnitude, xs), _mm512_set1_epi16(1)));
 }
 
-// Adds up products over quads number 0, 1, … of a group, whose number is a multiple of 8, in 16 bits for as long as they
-// fit, and then widens them.
+// Adds up products over quads number 0, 1, … of a group, whose number is a multiple of 8, in 16 bits for as long as
+// they fit, and then widens them.
 template <int BITS>
 struct UnsignedSum {
   static constexpr int FIT = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2;  // FIT × 2 × 127 × (2^BITS - 1) < 2^15
