@@ -66,9 +66,9 @@ def test_metrics_and_lengths(llm):
 
 
 def test_chat(llm):
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is the capital of Japan?"}]
     (output,) = llm.chat(question, GREEDY, use_tqdm=False)
-    assert text(output) == "The capital of France is Paris."
+    assert text(output) == "The capital of Japan is Tokyo."
     assert output.outputs[0].finish_reason == "stop"
     both = llm.chat([question, question], GREEDY, use_tqdm=False)
     assert [text(o) for o in both] == [text(output)] * 2
@@ -147,7 +147,7 @@ def test_a_stop_token_is_not_part_of_the_text(llm):
 
 
 def test_min_tokens_and_ignore_eos(llm):
-    prompt = llm.render_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = llm.render_chat([{"role": "user", "content": "What is the capital of Japan?"}])
     assert len(generate(llm, prompt, GREEDY)[0].outputs[0].token_ids) == 8
     for params in (
         SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),

@@ -42,8 +42,8 @@ def test_one_prompt_is_streamed_with_a_summary():
 
 
 def test_chat_question():
-    result = run("-q", "generate", "--chat", "What is the capital of France?", *FAST)
-    assert result.stdout == "The capital of France is Paris.\n"
+    result = run("-q", "generate", "--chat", "What is the capital of Japan?", *FAST)
+    assert result.stdout == "The capital of Japan is Tokyo.\n"
 
 
 def test_steps_of_three_requests(tmp_path):
