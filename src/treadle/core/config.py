@@ -195,6 +195,13 @@ class RequestLimits:
         check_prompt_length(len(prompt_token_ids), self.max_model_len, self.max_model_len_reason)
         check_token_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
         sampling_params.check_token_ids(self.vocab_size)
+        num_left = self.max_model_len - len(prompt_token_ids)
+        if sampling_params.min_tokens > num_left:
+            raise InvalidRequestError(
+                "min_tokens",
+                f"must be at most {num_left}, the tokens that fit after a prompt of {len(prompt_token_ids)} "
+                f"({self.max_model_len_reason}), got {sampling_params.min_tokens}",
+            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(sampling_params, name)
             if value is not None and value > self.max_logprobs:

@@ -153,9 +153,9 @@ class SamplingParams:
 
     def _check_beam_search(self) -> None:
         _check_number("length_penalty", self.length_penalty, low=-10.0, high=10.0)
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidRequestError(
-                "early_stopping", f"must be True, False or 'never', got {self.early_stopping!r}"
+                "early_stopping", f"must be True, False or 'never', got {_short(self.early_stopping)}"
             )
         if not self.use_beam_search:
             return

@@ -15,7 +15,7 @@ class StructuredOutputsParams:
     """A constraint on the whole generated text. Exactly one of the first five fields must be given.
 
     Attributes:
-        json: a JSON schema, as a mapping or as text.
+        json: a JSON schema, as a mapping, as text, or true for any JSON value.
         regex: a regular expression that the whole text matches (the syntax of Rust's regex crate).
         choice: the texts to choose from.
         grammar: a context-free grammar, in llguidance's dialect of Lark or in GBNF.
@@ -24,7 +24,7 @@ class StructuredOutputsParams:
         whitespace_pattern: a regular expression for the whitespace between JSON tokens.
     """
 
-    json: str | dict[str, Any] | None = None
+    json: str | dict[str, Any] | bool | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -33,19 +33,23 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise _wrong(name, "must be true or false", getattr(self, name))
+        given = [name for name in KINDS if getattr(self, name) is not None and name != "json_object"]
+        given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             raise InvalidRequestError(
                 "structured_outputs", f"give exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}"
             )
         if self.json is not None and not isinstance(self.json, (str, dict, bool)):
             raise _wrong("json", "must be a JSON schema", self.json)
+        if self.json is False:
+            raise _wrong("json", "must allow some text; the schema false allows none", self.json)
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise _wrong(name, "must be a string", value)
-        if self.json_object not in (None, True, False):
-            raise _wrong("json_object", "must be true", self.json_object)
         if self.choice is not None and (
             isinstance(self.choice, str)
             or not isinstance(self.choice, Sequence)
@@ -77,7 +81,7 @@ class StructuredOutputsParams:
             raise InvalidRequestError(
                 "structured_outputs", f"unknown key {unknown[0]!r}; valid keys are {sorted(known)}"
             )
-        return cls(**value)
+        return cls(**{name: part for name, part in value.items() if part is not None})
 
     @property
     def is_json(self) -> bool:

@@ -19,6 +19,7 @@ from treadle.assembly.build import BuiltEngine
 from treadle.core.errors import EngineError, InvalidRequestError, Overloaded
 from treadle.core.sampling_params import check_token_ids
 from treadle.page import CONTENT_SECURITY_POLICY, CONTENT_TYPES, static_files
+from treadle.server.body_errors import body_error
 from treadle.server.chat import Chat, render_chat
 from treadle.server.completions import Completion
 from treadle.server.feed import StepFeed
@@ -264,17 +265,18 @@ def _add_error_handlers(app: FastAPI) -> None:
         return answer(400, "invalid_request_error", str(error), error.field, error.code)
 
     async def malformed(http: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, InvalidRequestError):
-            return await invalid(http, cause)
-        if first["type"] == "json_invalid":  # its place is a number of characters, not a field
-            where = first["loc"][-1]
+        errors = error.errors()
+        if errors[0]["type"] == "json_invalid":  # its place is a number of characters, not a field
+            cause, where = errors[0]["ctx"]["error"], errors[0]["loc"][-1]
             return answer(400, "invalid_request_error", f"the body is not valid JSON: {cause} at character {where}")
-        field = ".".join(str(part) for part in first["loc"] if part != "body")
-        return answer(
-            400, "invalid_request_error", f"{field}: {first['msg']}" if field else first["msg"], field or None
-        )
+        found = body_error(errors, error.body)
+        if found.field:
+            return await invalid(http, found)
+        if error.body:  # FastAPI parses a body only with this header
+            problem = "must be a JSON object, sent with the header 'content-type: application/json'"
+        else:
+            problem = "is missing; it must be a JSON object"
+        return answer(400, "invalid_request_error", f"the body {problem}")
 
     async def overloaded(_: Request, error: Overloaded) -> Response:
         return answer(503, "overloaded_error", str(error), **{"Retry-After": str(RETRY_AFTER_S)})

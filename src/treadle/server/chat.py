@@ -55,10 +55,9 @@ class Chat(Call[ChatRequest]):
     async def start(self) -> list[RequestStream]:
         """Queue the conversation."""
         request = self._request
-        max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         params = request.sampling_params(
             self._service.sampling_defaults,
-            max_tokens=max_tokens,
+            max_tokens=request.token_limit,
             logprobs=self._num_top if request.logprobs else None,
             n=request.n,
         )
@@ -73,7 +72,7 @@ class Chat(Call[ChatRequest]):
             request.options(),
             stream=request.stream,
             add_special_tokens=False,
-            max_tokens=max_tokens,
+            max_tokens=request.token_limit,
         )
 
     async def answer(self, streams: Sequence[RequestStream], http: HTTPRequest) -> JSON:

@@ -4,8 +4,8 @@ Types are checked here; SamplingParams and the engine check values, and their er
 fields that would change the answer are refused; unknown fields are ignored and logged.
 """
 
-import json
 import logging
+import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
@@ -40,7 +40,12 @@ Messages = Annotated[list[dict[str, Any]], _FirstErrorOnly(), Field(max_length=M
 
 
 class Body(BaseModel):
-    """A request body, or part of one. Null stands for the default of every field that has another one."""
+    """A request body, or part of one. Null stands for the default of every field that has another one.
+
+    Types are strict, as in OpenAI's API: "16" and true are not numbers, 1 and "yes" are not booleans.
+    """
+
+    model_config = ConfigDict(strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -70,14 +75,14 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class JSONSchemaFormat(BaseModel):
+class JSONSchemaFormat(Body):
     """A schema with the client's name for it."""
 
     name: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Body):
     """OpenAI's field for JSON output."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -91,8 +96,7 @@ class ResponseFormat(BaseModel):
             return None
         if self.json_schema is None:
             raise InvalidRequestError("response_format.json_schema", "is required with type 'json_schema'")
-        schema = self.json_schema.schema_
-        return {"json": schema if isinstance(schema, dict) else json.dumps(schema)}
+        return {"json": self.json_schema.schema_}
 
 
 class GenerationRequest(Body):
@@ -128,7 +132,7 @@ class GenerationRequest(Body):
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], _FirstErrorOnly()] | None = None
     user: str | None = None
     # vLLM's.
     top_k: int | None = None
@@ -142,7 +146,7 @@ class GenerationRequest(Body):
     allowed_token_ids: Items[int] | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    early_stopping: bool | Literal["never"] = False
     prompt_logprobs: int | None = None
     priority: int = 0
     request_id: str | None = None
@@ -219,7 +223,7 @@ class GenerationRequest(Body):
         )
 
     def with_its_field(self, error: InvalidRequestError) -> InvalidRequestError:
-        """The error with the field that the client set: structured outputs may come from a response_format."""
+        """The error with the field that the client set, where the engine's has another name."""
         if self.structured_outputs is None and error.field.startswith("structured_outputs"):
             return InvalidRequestError("response_format", error.problem)
         return error
@@ -250,6 +254,16 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = None
     add_special_tokens: bool = True
 
+    def with_its_field(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The error with the field that the client set."""
+        if error.field == "n" and self.best_of is not None:
+            return InvalidRequestError("best_of", error.problem)
+        if error.field == "prompt_token_ids":
+            return InvalidRequestError("prompt", error.problem)
+        if error.field.startswith("prompts["):
+            return InvalidRequestError(error.field.replace("prompts", "prompt", 1), error.problem, error.code)
+        return super().with_its_field(error)
+
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
@@ -278,6 +292,26 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Maximum number of tokens to generate, from whichever of its two fields is given."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise InvalidRequestError("max_completion_tokens", f"is {new}, but max_tokens is {old}; give one of them")
+        return old if new is None else new
+
+    def with_its_field(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The error with the field that the client set."""
+        if self.max_completion_tokens is not None:
+            if error.field == "max_tokens":
+                return InvalidRequestError("max_completion_tokens", error.problem, error.code)
+            if error.field == "min_tokens":
+                problem = error.problem.replace("max_tokens", "max_completion_tokens")
+                return InvalidRequestError("min_tokens", problem)
+        if error.field == "prompt":
+            return InvalidRequestError("messages", error.problem, error.code)
+        return super().with_its_field(error)
 
 
 class TokenizeRequest(Body):
@@ -335,9 +369,10 @@ def flatten_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _token_numbers(bias: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON's names are strings; each must be a token id as JSON writes integers, so that no two are the same id."""
     if bias is None:
         return None
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError:
-        raise InvalidRequestError("logit_bias", "keys must be token ids") from None
+    for name in bias:
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", name):
+            raise InvalidRequestError("logit_bias", f"keys must be token ids, got {name[:100]!r}")
+    return {int(name): value for name, value in bias.items()}

@@ -138,7 +138,7 @@ class InputProcessor:
             except InvalidRequestError as error:
                 if len(parsed) == 1:
                     raise
-                raise InvalidRequestError(f"prompts[{i}]", str(error)) from error
+                raise InvalidRequestError(f"prompts[{i}]", str(error), error.code) from error
         return requests
 
     def check_length(self, field: str, num_chars: int) -> None:
