@@ -96,7 +96,7 @@ struct UnsignedSum {
   vi wide;
   inline void add(int, vi w, const int8_t* x) { wide = dot4(wide, w, x); }
 };
-constexpr int ROWS_INT8 = 3, ROWS_BLOCKS = 3;
+constexpr int ROWS_INT8 = 4, ROWS_BLOCKS = 5;
 #else
 // |w| × ±x keeps the 16-bit sums of two products from saturating.
 constexpr int WEIGHT_BIAS = 0;
@@ -124,7 +124,7 @@ struct UnsignedSum {
     if (quad % FIT == FIT - 1) wide = add_int(wide, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
   }
 };
-constexpr int ROWS_INT8 = 2, ROWS_BLOCKS = 2;
+constexpr int ROWS_INT8 = 4, ROWS_BLOCKS = 4;
 #endif
 
 // Rows of a tile of each kind of product; rows, cells and vectors of one in attention.
