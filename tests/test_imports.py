@@ -39,7 +39,7 @@ WITHOUT_TORCH = [
     "assembly.engine_config",
     "core.sampling_params",
     "core.request",
-    "cli.main",
+    "cli.parser",
 ]
 
 

@@ -4,11 +4,12 @@
 that need no torch (`treadle.scheduler`, `treadle.kvcache`, …) can be imported without it.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from treadle._version import __version__
 
+TYPE_CHECKING = False  # `typing` takes longer to import than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from treadle.core.lora import LoRARequest
     from treadle.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from treadle.core.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _HOMES:
         raise AttributeError(f"module 'treadle' has no attribute {name!r}")
     from importlib import import_module

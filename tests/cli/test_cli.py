@@ -173,3 +173,18 @@ def test_interrupt_during_loading():
     _, errors = process.communicate(timeout=300)
     assert process.returncode in (130, 0)  # 0 if it was faster
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("args", [["serve", "--port", "0"], ["generate", "x"], ["--help"]])
+@pytest.mark.parametrize("file", ["_typing", "_multiarray"])  # loaded early and late in the imports
+def test_interrupt_during_the_first_imports(args, file):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "treadle", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    maps = Path(f"/proc/{process.pid}/maps")
+    while process.poll() is None and file not in maps.read_text():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (130, "\ntreadle: interrupted\n")

@@ -1,38 +1,39 @@
-"""The `treadle` command: parses options, runs a subcommand, prints errors as one line."""
+"""The `treadle` command: parses options, runs a subcommand, prints errors as one line.
 
-import argparse
+At the top it imports only what is there already: the imports take most of the first second, and Ctrl-C in them must
+not print a traceback.
+"""
+
 import os
+import signal
 import sys
-from collections.abc import Sequence
 
-from treadle import __version__
-from treadle.cli import EXIT_INTERRUPTED, bench, chat, explain, generate, models, serve
-from treadle.cli.console import use_any_text
-from treadle.core.errors import TreadleError
-from treadle.core.logs import show_logs
+from treadle.cli import EXIT_INTERRUPTED
+
+TYPE_CHECKING = False  # `typing` takes longer than all other imports here
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 EXIT_USAGE = 2
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, with all commands."""
-    parser = argparse.ArgumentParser(
-        prog="treadle",
-        description="An LLM inference engine built around its request scheduler.",
-        epilog="Run `treadle COMMAND --help` for the options of a command.",
-    )
-    parser.add_argument("--version", action="version", version=f"treadle {__version__}")
-    parser.add_argument("-q", "--quiet", action="store_true", help="log errors only")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, chat, serve, bench, models, explain):
-        command.add_parser(commands)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: "Sequence[str] | None" = None) -> int:
     """Run the command line; return the exit status."""
-    use_any_text()
-    args = make_parser().parse_args(argv)
+    # Not KeyboardInterrupt: some imports swallow it, or report another error.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
+        signal.signal(signal.SIGINT, _exit_at_once)
+    try:
+        from treadle.cli.console import use_any_text
+        from treadle.cli.parser import make_parser
+        from treadle.core.errors import TreadleError
+        from treadle.core.logs import show_logs
+
+        use_any_text()
+        args = make_parser().parse_args(argv)
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         show_logs("ERROR" if args.quiet else None)
         status: int = args.run(args)
@@ -48,3 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the pipe has exited (`treadle … | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _exit_at_once(*_: object) -> None:
+    os.write(2, b"\ntreadle: interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
