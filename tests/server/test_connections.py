@@ -1,5 +1,6 @@
 """Connections that are slow, endless or too large, hosts and origins, and the end of a server."""
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -9,9 +10,11 @@ import time
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 
 from server.conftest import PATIENCE_S, running, serving
 from treadle.server.connection import MAX_HEADER_BYTES, MAX_HEADERS, LimitedConnection
+from treadle.server.http import HttpServer
 from treadle.server.middleware import MAX_ITEMS, CheckBody, hosts_for
 
 pytestmark = pytest.mark.slow
@@ -141,6 +144,37 @@ def test_a_key_may_have_any_characters(key):
         for given, expected in ((key, 200), (key + "x", 401), ("x", 401)):
             headers = {"authorization": b"Bearer " + given.encode()}
             assert httpx2.get(server.url + "/version", headers=headers).status_code == expected
+        for given in (
+            b"\xff",
+            b"Bearer \xff\xfe",
+            b"Bearer " + key.encode()[:-1],
+            b"Bearer " + bytes(range(128, 256)),
+        ):
+            assert httpx2.get(server.url + "/version", headers={"authorization": given}).status_code == 401
+
+
+def test_a_key_from_the_environment_is_utf8_in_any_locale(monkeypatch):
+    for name, value in {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "TREADLE_API_KEY": "clé",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with serving("--kv-cache-memory", "64M") as (_, url):
+        for given, expected in ("clé", 200), ("cl", 401):
+            headers = {"authorization": b"Bearer " + given.encode()}
+            assert httpx2.get(url + "/version", headers=headers).status_code == expected
+
+
+def test_a_server_whose_application_cannot_start_does_not_start():
+    app = FastAPI()
+    app.add_middleware(lambda app: 1 / 0)
+    app.state.service = None
+    server = HttpServer(app, log_level="critical")
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.suppress(TimeoutError, SystemExit):
+        asyncio.run(asyncio.wait_for(server.serve([listener]), 5))
+    assert not server.started
 
 
 def test_a_long_answer_may_take_longer_than_a_request(server, impatient):

@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 
-from treadle.cli.options import add_engine_options, engine_options
+from treadle.cli.options import add_engine_options, as_text, engine_options
 from treadle.core.errors import UsageError
 from treadle.core.extras import extra
 
@@ -89,6 +89,23 @@ def _origins(text: str) -> list[str]:
     return found
 
 
+def _api_key(given: str | None) -> str | None:
+    """The key from the command line or the environment; UsageError if no client could send it."""
+    option = "TREADLE_API_KEY" if given is None else "--api-key"
+    key = os.environ.get("TREADLE_API_KEY") if given is None else given
+    if key is None:
+        return None
+    try:
+        key = key.encode("utf-8", "surrogateescape").decode("utf-8")  # whatever the locale
+    except UnicodeError:
+        raise UsageError(option, "must be text in UTF-8") from None  # an error shows no secret
+    if not key or key != key.strip(" \t"):
+        raise UsageError(option, "must not be empty, or begin or end with a blank")
+    if any(character < " " or character == "\x7f" for character in key):
+        raise UsageError(option, "must not hold control characters, such as a line break: a header cannot carry them")
+    return key
+
+
 def _check_address(host: str, port: int) -> None:
     """Raise UsageError, before a model is loaded, if the server could not listen there."""
     try:
@@ -134,12 +151,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--max-body-mib", f"must be greater than 0, got {args.max_body_mib}")
     if not 0 <= args.shutdown_grace < math.inf:
         raise UsageError("--shutdown-grace", f"must be a number of seconds, at least 0, got {args.shutdown_grace}")
-    api_key = os.environ.get("TREADLE_API_KEY") if args.api_key is None else args.api_key
-    if api_key is not None and (not api_key or api_key != api_key.strip(" \t")):
-        raise UsageError(
-            "--api-key" if args.api_key is not None else "TREADLE_API_KEY",
-            "must not be empty, or begin or end with a blank",
-        )
+    api_key = _api_key(args.api_key)
     _check_address(args.host, args.port)
     _limit_arenas()
     with extra("serve", "treadle serve"):
@@ -153,9 +165,10 @@ def run(args: argparse.Namespace) -> int:
     if args.model_name is not None:
         options["model"] = args.model_name
     config = EngineConfig(**options)
+    model_name = as_text("--served-model-name", args.served_model_name or config.model)
     app = create_app(
         build_engine(config),
-        model_name=args.served_model_name or config.model,
+        model_name=model_name,
         api_key=api_key,
         max_body_bytes=int(args.max_body_mib * 2**20),
         allowed_hosts=args.allowed_hosts or hosts_for(args.host),

@@ -41,6 +41,7 @@ class HttpServer(uvicorn.Server):
             app,
             http=LimitedConnection,
             ws="none",
+            lifespan="on",  # "auto" goes on without an engine if the application cannot start
             access_log=False,
             backlog=BACKLOG,
             timeout_graceful_shutdown=1,
