@@ -247,8 +247,10 @@ struct Tiles {
   int first_of(int split) const { return tiles * split / splits; }
 };
 
-// A panel that is about to be read, and the number of bytes of it to prefetch in each step of `tiles` tiles.
-inline Ahead ahead_of(const Weights& w, int panel, const Weights& current, int tiles, int tile) {
+// A panel that is about to be read, and the number of bytes of it to prefetch in each step of `tiles` tiles: none for a
+// single row, which reads as fast as the memory allows (16 % slower with prefetches).
+inline Ahead ahead_of(const Weights& w, int panel, const Weights& current, int rows, int tiles, int tile) {
+  if (rows == 1) return {nullptr, 0};
   const size_t size = panel_bytes(w.format, w.k);
   const int steps = tile_steps(current.format, current.k);
   const int step = int((size / steps + tiles - 1) / tiles);
@@ -285,7 +287,7 @@ inline void gemm(Team& team, const Activations& x, int rows, const Product<Epilo
     alignas(64) float out[MAX_TILE_ROWS * PANEL];
     for (int t = first; t < last; ++t) {
       const int row = tiles.start(t), count = tiles.start(t + 1) - row;
-      tile(w, x, panel, row, count, out, ahead_of(next, next_panel, w, last - first, t - first));
+      tile(w, x, panel, row, count, out, ahead_of(next, next_panel, w, rows, last - first, t - first));
       products[i].epilogue(row, count, panel, out);
     }
   });
@@ -335,11 +337,11 @@ inline void gemm_silu_mul(Team& team, const Activations& x, int rows, const Weig
       for (int t = first; t < end; ++t) {
         const int row = tiles.start(t), count = tiles.start(t + 1) - row;
         tile(gate, x, panel, row, count, gates + (row - tiles.start(first)) * PANEL,
-             ahead_of(up, panel, gate, end - first, t - first));
+             ahead_of(up, panel, gate, rows, end - first, t - first));
       }
       for (int t = first; t < end; ++t) {
         const int row = tiles.start(t), count = tiles.start(t + 1) - row;
-        tile(up, x, panel, row, count, ups, ahead_of(gate, next, up, end - first, t - first));
+        tile(up, x, panel, row, count, ups, ahead_of(gate, next, up, rows, end - first, t - first));
         for (int r = 0; r < count; ++r)
           for (int c = 0; c < PANEL; c += W) {
             const vf g = biased(gates + (row - tiles.start(first) + r) * PANEL, gate.bias, panel, c);
