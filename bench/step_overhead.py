@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     build = best_build()
     if build is None:
-        raise SystemExit("this processor cannot run the native kernels: they need AVX2")
+        raise SystemExit("this processor cannot run the native kernels: they need AVX2 or 64-bit ARM")
     llm = LLM(
         quantization="int8", cpu_kernels=build, kv_cache_memory="1G", log_stats_interval_s=0,
         max_num_batched_tokens=512,

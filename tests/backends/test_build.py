@@ -1,6 +1,8 @@
 """Compiling and caching the kernels, and the errors and fallbacks when this fails."""
 
+import builtins
 import ctypes
+import io
 import logging
 import os
 import shutil
@@ -293,9 +295,26 @@ def test_builds_are_limited_to_those_the_processor_supports(monkeypatch, caplog)
     assert best_build() is None
     with caplog.at_level(logging.WARNING, "treadle"):
         LLM(**SMALL)
-    assert "they need AVX2" in caplog.text
-    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    assert best_build() is None
+    assert "they need Linux on x86 with AVX2 or on 64-bit ARM" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("machine", "line", "expected"),
+    [
+        ("x86_64", "flags\t\t: fpu sse2 avx2 fma f16c", "avx2"),
+        ("x86_64", "flags\t\t: fpu sse2", None),
+        ("i686", "flags\t\t: fpu sse2 avx2 fma f16c", None),
+        ("aarch64", "Features\t: fp asimd evtstrm crc32 atomics fphp asimdhp asimdrdm lrcpc asimddp", "neon_dotprod"),
+        ("aarch64", "Features\t: fp asimd evtstrm crc32 cpuid", "neon"),
+        ("riscv64", "isa\t\t: rv64imafdc", None),
+    ],
+)
+def test_the_best_build_follows_from_what_linux_says(machine, line, expected, monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(builtins, "open", lambda *_, **__: io.StringIO(f"processor\t: 0\n{line}\n"))
+    found = best_build()
+    monkeypatch.undo()
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from support.native import RUNNABLE, SANITIZED
 from support.tiny import make_model, make_prompts
 from treadle import LLM, SamplingParams
-from treadle.backends.cpu.build import SOURCES
+from treadle.backends.cpu.build import SOURCES, best_build, compiler_flags
 
 STRESS = Path(__file__).parents[1] / "support" / "pool_stress.cpp"
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor has no nati
 def test_every_item_of_every_loop_is_done_once_and_loops_keep_their_order(tmp_path, sanitizer):
     program = tmp_path / "stress"
     subprocess.run(
-        ["g++", "-std=c++20", "-O1", "-g", "-mavx2", "-mfma", "-pthread", f"-fsanitize={sanitizer}",
+        ["g++", *compiler_flags(best_build()), "-O1", "-g", f"-fsanitize={sanitizer}",
          "-fno-sanitize-recover=all", f"-I{SOURCES}", str(STRESS), "-o", str(program)],
         check=True,
     )  # fmt: skip

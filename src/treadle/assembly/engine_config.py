@@ -18,7 +18,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.settings import check_count, check_settings, setting
 from treadle.scheduler.policies.registry import check_policies, needs_whole_prompts
 
-CPU_KERNELS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "off")
+CPU_KERNELS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dotprod", "neon", "off")
 """Choices of `cpu_kernels`: automatic, the builds of the native kernels from best to worst, and none."""
 
 _MEMORY_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)

@@ -40,8 +40,11 @@ def why_not(spec: ModelSpec, settings: BackendSettings) -> str | None:
         return reason
     build = _build(settings)
     if build is None:
-        logger.warning("no native CPU kernels for this processor (they need AVX2): computing with plain torch")
-        return "this processor lacks AVX2"
+        logger.warning(
+            "no native CPU kernels for this processor (they need Linux on x86 with AVX2 or on 64-bit ARM): "
+            "computing with plain torch"
+        )
+        return "this processor has no native kernels"
     missing = missing_features(build)
     if missing:
         raise ConfigError("cpu_kernels", f"{build} needs what this processor lacks: {', '.join(missing)}")

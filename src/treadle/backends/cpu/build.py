@@ -35,11 +35,15 @@ BUILDS: dict[str, tuple[str, ...]] = {
     "avx512": _AVX512,
     "avx_vnni": ("avx2", "fma", "f16c", "avx_vnni"),
     "avx2": ("avx2", "fma", "f16c"),
+    "neon_dotprod": ("asimd", "asimddp", "atomics"),
+    "neon": ("asimd",),
 }
 """Builds of the kernels, best first, and the processor features (as Linux names them) that each needs."""
 
+_ARM_ARCHITECTURES = {"neon_dotprod": "armv8.2-a+dotprod", "neon": "armv8-a"}
 # Without contraction and fast-math the order of every sum is the source's (docs/determinism.md).
-_FLAGS = ("-O3", "-std=c++20", "-pthread", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
+_FLAGS = ("-O3", "-std=c++20", "-pthread", "-ffp-contract=off", "-fno-math-errno")
+_SHARED = ("-fPIC", "-shared")
 _COMPILE_TIMEOUT_S = 300
 _VERSION_TIMEOUT_S = 20
 _LOAD_TIMEOUT_S = 60
@@ -54,7 +58,7 @@ class KernelBuildError(TreadleError, RuntimeError):
 
 def cpu_features() -> frozenset[str]:
     """What this processor can do, as Linux names it; empty where it does not say."""
-    return frozenset(_cpu_info("flags").split())
+    return frozenset((_cpu_info("flags") or _cpu_info("Features")).split())  # on x86, on ARM
 
 
 def missing_features(build: str) -> tuple[str, ...]:
@@ -65,9 +69,16 @@ def missing_features(build: str) -> tuple[str, ...]:
 
 def best_build() -> str | None:
     """The best build that this processor runs, None if there is none."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() not in ("x86_64", "AMD64", "aarch64"):
         return None
     return next((build for build in BUILDS if not missing_features(build)), None)
+
+
+def compiler_flags(build: str) -> tuple[str, ...]:
+    """The flags with which the kernels of `build` are compiled, whatever they are linked to."""
+    if build in _ARM_ARCHITECTURES:
+        return (*_FLAGS, f"-march={_ARM_ARCHITECTURES[build]}")
+    return (*_FLAGS, *("-m" + name.replace("avx512_", "avx512").replace("avx_", "avx") for name in BUILDS[build]))
 
 
 def library_path(build: str, extra_flags: tuple[str, ...] = (), source: Path | None = None) -> Path:
@@ -84,7 +95,7 @@ def library_path(build: str, extra_flags: tuple[str, ...] = (), source: Path | N
     Raises:
         KernelBuildError: there is no compiler, it fails, or what it leaves cannot be loaded.
     """
-    flags = (*_FLAGS, *_isa_flags(build), *extra_flags)
+    flags = (*compiler_flags(build), *_SHARED, *extra_flags)
     source = source or SOURCES / "treadle.cpp"
     folder = _cache_folder()
     prefix = f"{source.stem}-{build}-{_hash(*flags, _cpu_info('model name'), *_texts(source))}"
@@ -214,10 +225,6 @@ def _compiler() -> list[str]:
         if wanted
         else "no C++ compiler was found (g++ or c++); install one, or name it in the environment variable CXX"
     )
-
-
-def _isa_flags(build: str) -> tuple[str, ...]:
-    return tuple("-m" + feature.replace("avx512_", "avx512").replace("avx_", "avx") for feature in BUILDS[build])
 
 
 def _cache_folder() -> Path:

@@ -46,6 +46,8 @@ inline int32_t read_four(const int8_t* x) {
 #include "simd/avx512.h"
 #elif defined(__AVX2__)
 #include "simd/avx2.h"
+#elif defined(__aarch64__)
+#include "simd/neon.h"
 #else
 #error "no kernels for this instruction set"
 #endif
